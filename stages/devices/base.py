@@ -1,0 +1,134 @@
+"""The device protocol: buffers, streams, events, copies, memory telemetry.
+
+A backend is used in this order: construct it, `open` it with a crew of threads, open streams and allocate buffers, free
+them, close it. Work on one stream happens in order; only events order streams among each other. Everything but
+`Event.wait` and a compute stream's `wait` on a host device returns at once, so that the loop may call it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+import attrs
+import torch
+
+from streamflow.stages.threads import ThreadCrew
+
+
+class Event(Protocol):
+    """A point in a stream's work."""
+
+    def is_done(self) -> bool:
+        """Whether everything before it has happened."""
+
+    def wait(self) -> None:
+        """Block the calling thread, never the loop, until it has happened.
+
+        :raises DeviceStreamError: if work before it failed.
+        """
+
+
+class Stream(Protocol):
+    """A queue of device work. Its methods may be called from any thread."""
+
+    @property
+    def name(self) -> str:
+        """For traces and errors."""
+
+    def wait(self, event: Event) -> None:
+        """Let work queued from here on start only after ``event``.
+
+        :raises DeviceStreamError: on a host device's compute stream, if work before the event failed.
+        """
+
+    def record(self) -> Event:
+        """The event that happens when all work queued so far is done."""
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Queue a copy between flat uint8 tensors of one size; both must outlive it."""
+
+    def submit(self, work: Callable[[], None], nbytes: int = 0) -> None:
+        """Queue ``work``: on an accelerator it launches kernels on this stream, on a host device it runs in turn.
+
+        ``nbytes`` counts towards a modelled link.
+        """
+
+    def activate(self) -> AbstractContextManager[object]:
+        """Within it, what the calling thread computes goes to this stream."""
+
+    def begin_block(self) -> None:
+        """A block is about to compute here (a host device may limit how many do)."""
+
+    def end_block(self) -> None:
+        """The block has issued its work."""
+
+
+class PageLock(Protocol):
+    """Host memory that the device may read without a host pass."""
+
+    def release(self) -> None:
+        """Give the pages back. Idempotent.
+
+        :raises DeviceStreamError: if the device refuses; the memory then stays locked.
+        """
+
+
+@attrs.frozen
+class MemoryReading:
+    """Device memory in bytes: what streamflow allocated now and at most, and what the whole device has free.
+
+    ``cached`` is what the allocator holds without using it. None where the backend cannot tell.
+    """
+
+    in_use: int
+    peak: int
+    cached: int | None
+    free: int | None
+    total: int | None
+
+
+class Device(Protocol):
+    """One accelerator, or what stands for it."""
+
+    @property
+    def torch_device(self) -> torch.device:
+        """Where tensors must be to compute here."""
+
+    @property
+    def is_host(self) -> bool:
+        """Whether slots are ordinary host memory, which reads may fill directly."""
+
+    async def open(self, crew: ThreadCrew) -> None:
+        """Make the device usable; its threads, if any, belong to ``crew``."""
+
+    def open_copy_stream(self, name: str) -> Stream:
+        """A stream for copies and unpacking steps."""
+
+    def open_compute_stream(self, name: str) -> Stream:
+        """A stream for one place. Never one of the copy streams."""
+
+    def caller_stream(self) -> Stream:
+        """The stream that the calling thread computes on now, outside streamflow."""
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        """A flat uint8 device tensor at a 256-byte-aligned address; counted until `free`. Contents are undefined.
+
+        :raises DeviceMemoryError: if it does not fit.
+        """
+
+    def free(self, buffer: torch.Tensor) -> None:
+        """Uncount a buffer from `allocate`; its memory goes when the last view does. No work may use it any more."""
+
+    def lock_pages(self, memory: torch.Tensor) -> PageLock:
+        """Page-lock exactly ``memory`` (flat uint8 CPU tensor, page-aligned).
+
+        :raises DeviceStreamError: if the device refuses.
+        """
+
+    def memory(self) -> MemoryReading:
+        """The memory telemetry; the peak is since opening."""
+
+    def close(self) -> None:
+        """Release what the device holds itself. All streams must be drained. Idempotent."""

@@ -1,0 +1,193 @@
+"""The cpu device: slots are host memory, a copy stream is a worker thread, an event is a thread event.
+
+It is a real backend (models larger than memory run from a mapped checkpoint), and it models slower hardware for tests
+and benchmarks: a link by sleeping, a number of compute units, a byte cap.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+
+from streamflow.stages.devices.base import Event, MemoryReading, Stream
+from streamflow.stages.devices.memory import MemoryMeter
+from streamflow.stages.errors import DeviceStreamError
+from streamflow.stages.layout import ALIGNMENT_BYTES
+from streamflow.stages.threads import ThreadCrew, WorkerThread
+
+
+class CpuEvent:
+    """A point in a `CpuCopyStream`, or one that has happened already."""
+
+    def __init__(self, stream: str) -> None:
+        self._stream = stream
+        self._happened = threading.Event()
+        self._failure: BaseException | None = None
+
+    def happen(self, failure: BaseException | None = None) -> None:
+        """Release the waiters; with ``failure``, by an error."""
+        self._failure = failure
+        self._happened.set()
+
+    def is_done(self) -> bool:
+        return self._happened.is_set()
+
+    def wait(self) -> None:
+        self._happened.wait()
+        if self._failure is not None:
+            raise DeviceStreamError(self._stream, self._failure) from self._failure
+
+
+def copy_bytes(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy a flat uint8 tensor onto another of its size, without torch's intra-op pool (it belongs to the model)."""
+    ctypes.memmove(target.data_ptr(), source.data_ptr(), source.numel())
+
+
+class CpuCopyStream:
+    """A worker thread that copies; work after a failed piece of work is skipped and fails alike."""
+
+    def __init__(self, name: str, thread: WorkerThread, link_bytes_per_s: float | None) -> None:
+        self.name = name
+        self._thread = thread
+        self._link_bytes_per_s = link_bytes_per_s
+        self._failure: BaseException | None = None
+
+    def wait(self, event: Event) -> None:
+        self._thread.submit(lambda: self._run(event.wait))
+
+    def record(self) -> CpuEvent:
+        event = CpuEvent(self.name)
+        self._thread.submit(lambda: event.happen(self._failure))
+        return event
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        self.submit(lambda: copy_bytes(target, source), source.numel())
+
+    def submit(self, work: Callable[[], None], nbytes: int = 0) -> None:
+        self._thread.submit(lambda: self._run(lambda: self._at_link_rate(work, nbytes)))
+
+    def _run(self, work: Callable[[], None]) -> None:
+        if self._failure is None:
+            try:
+                work()
+            except BaseException as failure:
+                self._failure = failure
+
+    def _at_link_rate(self, work: Callable[[], None], nbytes: int) -> None:
+        started = time.perf_counter()
+        work()
+        if self._link_bytes_per_s is not None:
+            time.sleep(max(0.0, started + nbytes / self._link_bytes_per_s - time.perf_counter()))
+
+    def activate(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def begin_block(self) -> None:
+        pass
+
+    def end_block(self) -> None:
+        pass
+
+
+class CpuComputeStream:
+    """The calling thread itself: work happens at once, and waiting blocks the thread."""
+
+    def __init__(self, name: str, compute_units: threading.Semaphore | None) -> None:
+        self.name = name
+        self._compute_units = compute_units
+
+    def wait(self, event: Event) -> None:
+        event.wait()
+
+    def record(self) -> CpuEvent:
+        event = CpuEvent(self.name)
+        event.happen()
+        return event
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        copy_bytes(target, source)
+
+    def submit(self, work: Callable[[], None], nbytes: int = 0) -> None:
+        work()
+
+    def activate(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def begin_block(self) -> None:
+        if self._compute_units is not None:
+            self._compute_units.acquire()
+
+    def end_block(self) -> None:
+        if self._compute_units is not None:
+            self._compute_units.release()
+
+
+class _NoPageLock:
+    """Host memory needs no lock to be read by a host device."""
+
+    def release(self) -> None:
+        pass
+
+
+class CpuDevice:
+    """The host as a device.
+
+    ``link_bytes_per_s``: copies take at least their bytes over this rate (None: as fast as memory). ``compute_units``:
+    how many blocks may compute at once (None: any number). ``memory_limit_bytes``: allocations beyond fail (None: no
+    cap).
+    """
+
+    is_host = True
+    torch_device = torch.device("cpu")
+
+    def __init__(
+        self,
+        *,
+        link_bytes_per_s: float | None = None,
+        compute_units: int | None = None,
+        memory_limit_bytes: int | None = None,
+    ) -> None:
+        self._link_bytes_per_s = link_bytes_per_s
+        self._compute_units = None if compute_units is None else threading.Semaphore(compute_units)
+        self._meter = MemoryMeter("cpu", memory_limit_bytes)
+        self._crew: ThreadCrew | None = None
+
+    async def open(self, crew: ThreadCrew) -> None:
+        self._crew = crew
+
+    def open_copy_stream(self, name: str) -> Stream:
+        if self._crew is None:
+            raise RuntimeError("the cpu device makes streams only between open and close")
+        return CpuCopyStream(name, self._crew.start(f"streamflow {name} stream"), self._link_bytes_per_s)
+
+    def open_compute_stream(self, name: str) -> Stream:
+        return CpuComputeStream(name, self._compute_units)
+
+    def caller_stream(self) -> Stream:
+        return CpuComputeStream("caller", None)
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        self._meter.take(nbytes)
+        # torch aligns to 64 bytes only; kernels may choose other code, and other last bits, by alignment
+        raw = torch.empty(nbytes + ALIGNMENT_BYTES, dtype=torch.uint8)
+        start = -raw.data_ptr() % ALIGNMENT_BYTES
+        return raw[start : start + nbytes]
+
+    def free(self, buffer: torch.Tensor) -> None:
+        self._meter.give_back(buffer.numel())
+
+    def lock_pages(self, memory: torch.Tensor) -> _NoPageLock:
+        return _NoPageLock()
+
+    def memory(self) -> MemoryReading:
+        limit = self._meter.limit_bytes
+        free = None if limit is None else limit - self._meter.in_use
+        return MemoryReading(self._meter.in_use, self._meter.peak, cached=0, free=free, total=limit)
+
+    def close(self) -> None:
+        self._crew = None

@@ -1,0 +1,297 @@
+"""The engine: the window, the places, and the prefetch nursery that moves blocks between them.
+
+Life of a block: the planner asks for it; its slot is taken from the block that was there (unbound) and the transfer
+begins; once all copies are queued the block is bound to the slot and the passes of the walk are told; each runs it
+after the copy's event and rings when it has; with the last ring the slot is free, and a refill waits on the device for
+the events that came with the rings.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import anyio
+import anyio.abc
+import attrs
+import torch
+
+from streamflow.stages.binder import Binder
+from streamflow.stages.devices.base import Device, Event, Stream
+from streamflow.stages.events import (
+    BlockLeft,
+    BlockReady,
+    BlockWanted,
+    EngineFailed,
+    FetchFailed,
+    FetchIssued,
+    FetchStarted,
+    PassEnded,
+    PassMessage,
+    PassStarted,
+    SlotFree,
+    SlowDeviceCall,
+    WalkEnded,
+    WalkStarted,
+)
+from streamflow.stages.images import BlockImage
+from streamflow.stages.mailbox import Mailbox
+from streamflow.stages.observers import Broadcast
+from streamflow.stages.passes import Pass
+from streamflow.stages.places import Place, WaitTimes
+from streamflow.stages.signals import Doorbell
+from streamflow.stages.slots import Window
+from streamflow.stages.statistics import EngineStatistics
+from streamflow.stages.transfers.base import Fetching, Transfer
+from streamflow.stages.walks import Claim, Decision, Fetch, WalkPlanner
+
+#: A device call on the loop that takes longer is reported.
+SLOW_CALL_S = 0.005
+
+
+@attrs.frozen
+class Resident:
+    """A block that stays on the device; ``event`` happens when it is there."""
+
+    buffer: torch.Tensor
+    event: Event
+
+
+class Engine:
+    """Streams the blocks of one component. Made by `open_engine`, which owns it; everything it needs is given to it.
+
+    The loop's side (everything private) and the compute threads' side (`begin_pass` and the passes) share nothing but
+    mailboxes and the doorbell.
+    """
+
+    def __init__(
+        self,
+        *,
+        device: Device,
+        images: Mapping[int, BlockImage],
+        window: Window,
+        residents: Mapping[int, Resident],
+        planner: WalkPlanner,
+        transfer: Transfer,
+        copy_stream: Stream,
+        binder: Binder,
+        places: Sequence[Place],
+        nursery: anyio.abc.TaskGroup,
+    ) -> None:
+        self.places = tuple(places)
+        self.broadcast = Broadcast()
+        self._device = device
+        self._images = images
+        self._window = window
+        self._residents = residents
+        self._resident_events = {block: resident.event for block, resident in residents.items()}
+        self._planner = planner
+        self._transfer = transfer
+        self._copy_stream = copy_stream
+        self._binder = binder
+        self._nursery = nursery
+        self._doorbell: Doorbell[PassMessage] = Doorbell()
+        self._pass_ids = itertools.count(1)
+        self._mailboxes: dict[int, Mailbox] = {}
+        self._current: dict[int, Pass] = {}
+        self._failure: BaseException | None = None
+        self._num_passes = 0
+        self._num_fetches = 0
+        self._num_on_demand = 0
+        self._streamed_bytes = 0
+        self._num_slow_calls = 0
+
+    # For compute threads
+
+    def begin_pass(self, place: Place) -> Pass:
+        """A new pass in ``place``; one that was left open there (its thread was interrupted) is ended first.
+
+        :raises StopForward: if the request is stopped.
+        :raises EngineBrokenError: if the engine failed.
+        """
+        place.mailbox.check()
+        stale = self._current.get(place.index)
+        if stale is not None:
+            stale.end(completed=False)
+        pass_id = next(self._pass_ids)
+        self._mailboxes[pass_id] = place.mailbox
+        begun = Pass(pass_id, place, self._window, self._resident_events, self._doorbell.ring)
+        self._current[place.index] = begun
+        return begun
+
+    # For the owner, on the loop
+
+    @property
+    def failure(self) -> BaseException | None:
+        """What broke the engine; None while it is sound."""
+        return self._failure
+
+    def statistics(self) -> EngineStatistics:
+        """The counters now."""
+        waits = WaitTimes()
+        for place in self.places:
+            waits.add(place.waits)
+        memory = self._device.memory()
+        return EngineStatistics(
+            num_walks=self._planner.num_walks,
+            num_passes=self._num_passes,
+            num_fetches=self._num_fetches,
+            num_on_demand_fetches=self._num_on_demand,
+            streamed_bytes=self._streamed_bytes,
+            resident_bytes=sum(resident.buffer.numel() for resident in self._residents.values()),
+            window_bytes=sum(slot.buffer.numel() for slot in self._window),
+            scratch_bytes=self._transfer.scratch_bytes,
+            staging_bytes=self._transfer.staging_bytes,
+            device_in_use_bytes=memory.in_use,
+            device_peak_bytes=memory.peak,
+            num_mailbox_waits=waits.num_mailbox_waits,
+            mailbox_wait_s=waits.mailbox_s,
+            event_wait_s=waits.event_s,
+            run_ahead_wait_s=waits.run_ahead_s,
+            hooks_cpu_s=waits.hooks_cpu_s,
+            num_blocks_run=waits.num_hooks // 2,
+            num_slow_device_calls=self._num_slow_calls,
+            num_late_messages=self._doorbell.num_late,
+            num_dropped_events=self.broadcast.num_dropped,
+        )
+
+    async def serve(self) -> None:
+        """The prefetch nursery's task: answer the doorbell until cancelled, or until the engine fails."""
+        self._act_or_fail()
+        while self._failure is None:
+            messages = await self._doorbell.wait()
+            try:
+                for message in messages:
+                    self._note(message)
+            except Exception as failure:
+                self.fail(failure)
+            self._act_or_fail()
+
+    def fail(self, error: BaseException) -> None:
+        """Mark the engine broken and end every wait with it. The first failure stays."""
+        if self._failure is not None:
+            return
+        self._failure = error
+        for place in self.places:
+            place.mailbox.break_off(error)
+        self.broadcast.publish(EngineFailed(error))
+
+    def close_doorbell(self) -> None:
+        """Drop what compute threads may still ring. Idempotent."""
+        self._doorbell.close()
+        self.broadcast.close()
+
+    # On the loop: what the passes did
+
+    def _note(self, message: PassMessage) -> None:
+        match message:
+            case PassStarted(pass_id):
+                self._num_passes += 1
+                self._planner.join(pass_id)
+            case BlockWanted(pass_id, block, serial):
+                self._planner.want(pass_id, block, serial)
+            case BlockLeft(pass_id, block, passed_by, event):
+                self._note_use(block, event)
+                self._planner.left(pass_id, block, passed_by)
+            case PassEnded():
+                self._note_end(message)
+        self.broadcast.publish(message)
+
+    def _note_use(self, block: int, event: Event) -> None:
+        index = self._planner.slot_of(block)
+        if index is not None:
+            self._window[index].busy_until.append(event)
+
+    def _note_end(self, ended: PassEnded) -> None:
+        for slot in self._window:
+            if ended.pass_id in self._planner.claims_on(slot.index):
+                slot.busy_until.append(ended.event)
+        self._planner.end(ended.pass_id, completed=ended.completed)
+        self._mailboxes.pop(ended.pass_id, None)
+
+    # On the loop: what follows from it
+
+    def _act_or_fail(self) -> None:
+        if self._failure is None:
+            try:
+                self._act()
+            except Exception as failure:
+                self.fail(failure)
+
+    def _act(self) -> None:
+        while True:
+            decision = self._planner.decide()
+            self._publish_walks(decision)
+            for claim in decision.claims:
+                self._tell(claim)
+            issued_at_once = [self._start_fetch(fetch) for fetch in decision.fetches]
+            if not any(issued_at_once):
+                return
+
+    def _publish_walks(self, decision: Decision) -> None:
+        if decision.ended is not None:
+            self.broadcast.publish(WalkEnded(decision.ended))
+        if decision.started is not None:
+            self.broadcast.publish(WalkStarted(decision.started.walk_id, decision.started.pass_ids))
+
+    def _tell(self, claim: Claim) -> None:
+        event = self._window[claim.slot].busy_until[0]
+        mailbox = self._mailboxes.get(claim.pass_id)
+        if mailbox is not None:
+            mailbox.post(
+                BlockReady(
+                    claim.pass_id, claim.block, claim.slot, claim.generation, claim.serial, claim.rank, event
+                )
+            )
+
+    def _start_fetch(self, fetch: Fetch) -> bool:
+        """Begin a fetch; returns whether its copies are all queued already."""
+        image = self._images[fetch.block]
+        if fetch.drops is not None:
+            self._binder.unbind(fetch.drops)
+            self.broadcast.publish(SlotFree(fetch.slot, fetch.drops))
+        self._num_fetches += 1
+        self._num_on_demand += fetch.on_demand
+        self._streamed_bytes += image.nbytes
+        self.broadcast.publish(
+            FetchStarted(fetch.block, fetch.slot, fetch.generation, image.nbytes, fetch.on_demand)
+        )
+        with self._timed(f"fetch of block {fetch.block}"):
+            after = self._window.refill(fetch.slot, fetch.block, fetch.generation, self._copy_stream)
+            fetching = self._transfer.fetch(image, self._window[fetch.slot].buffer, after)
+        if fetching.event is None:
+            self._nursery.start_soon(self._finish_fetch, fetch, fetching, name=f"fetch of block {fetch.block}")
+            return False
+        self._fetched(fetch, fetching.event)
+        return True
+
+    async def _finish_fetch(self, fetch: Fetch, fetching: Fetching) -> None:
+        try:
+            event = await fetching.issued()
+        except Exception as failure:
+            self.broadcast.publish(FetchFailed(fetch.block, failure))
+            self.fail(failure)
+            return
+        if self._failure is None:
+            self._fetched(fetch, event)
+            self._act_or_fail()
+
+    def _fetched(self, fetch: Fetch, event: Event) -> None:
+        slot = self._window[fetch.slot]
+        # first in the list: what the passes wait for, and what a refill waits for even if no pass ever ran the block
+        slot.busy_until.insert(0, event)
+        with self._timed(f"binding of block {fetch.block}"):
+            self._binder.bind(fetch.block, fetch.slot, slot.buffer)
+        self._planner.fetched(fetch.slot, fetch.generation)
+        self.broadcast.publish(FetchIssued(fetch.block, fetch.slot, fetch.generation, event))
+
+    @contextmanager
+    def _timed(self, what: str) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        seconds = time.perf_counter() - started
+        if seconds > SLOW_CALL_S:
+            self._num_slow_calls += 1
+            self.broadcast.publish(SlowDeviceCall(what, seconds))

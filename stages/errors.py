@@ -1,0 +1,74 @@
+"""Errors of the engine. Each refines the nearest builtin and carries the numbers it speaks of as fields."""
+
+from __future__ import annotations
+
+
+class StreamflowError(Exception):
+    """Base of every error that streamflow raises on its own account."""
+
+
+class EngineBrokenError(StreamflowError, RuntimeError):
+    """The engine failed earlier and serves no more; ``__cause__`` is the failure."""
+
+    def __init__(self, cause: BaseException) -> None:
+        self.cause = cause
+        super().__init__(
+            f"the offload is broken by an earlier failure ({type(cause).__name__}: {cause}); "
+            "close it and open a new one"
+        )
+
+
+class EngineClosedError(StreamflowError, RuntimeError):
+    """The engine was closed, or is closing, by its owner."""
+
+    def __init__(self, what: str = "the offload") -> None:
+        super().__init__(f"{what} is closed or closing; open a new one")
+
+
+class StaleSlotError(StreamflowError, RuntimeError):
+    """A block was about to run from a slot that holds another generation: an engine bug, caught before it computes."""
+
+    def __init__(self, block: int, slot: int, expected: int, found: int) -> None:
+        self.block, self.slot, self.expected, self.found = block, slot, expected, found
+        super().__init__(
+            f"block {block} was told to use slot {slot} at generation {expected}, but the slot is at {found}; "
+            "please report this as a bug"
+        )
+
+
+class SourceReadError(StreamflowError, OSError):
+    """A block's bytes could not be read from their source."""
+
+    def __init__(self, source: str, offset: int, wanted: int, got: int, reason: str) -> None:
+        self.source, self.offset, self.wanted, self.got, self.reason = source, offset, wanted, got, reason
+        super().__init__(
+            f"{source}: {got} of {wanted} bytes at offset {offset} could be read ({reason}); "
+            "the file must stay as it is while it is open"
+        )
+
+
+class DeviceMemoryError(StreamflowError, MemoryError):
+    """A device buffer does not fit."""
+
+    def __init__(self, device: str, wanted: int, in_use: int, limit: int | None) -> None:
+        self.device, self.wanted, self.in_use, self.limit = device, wanted, in_use, limit
+        cap = "unknown" if limit is None else f"{limit:,}"
+        super().__init__(
+            f"{device}: {wanted:,} bytes do not fit beside the {in_use:,} in use (limit {cap}); "
+            "use fewer window_blocks or fewer resident blocks"
+        )
+
+
+class DeviceStreamError(StreamflowError, RuntimeError):
+    """Work queued on a device stream failed; ``__cause__`` is the failure."""
+
+    def __init__(self, stream: str, cause: BaseException) -> None:
+        self.stream, self.cause = stream, cause
+        super().__init__(f"work on the device stream {stream!r} failed: {type(cause).__name__}: {cause}")
+
+
+class StopForward(BaseException):
+    """Ends a forward at the next block boundary because its request was cancelled or its offload closed.
+
+    Derived from BaseException, so that a pipeline's ``except Exception`` cannot swallow it.
+    """

@@ -1,0 +1,147 @@
+"""What the parts of the engine tell each other, and their observers. Frozen values; none owns a resource.
+
+Times are not in the events: an observer that needs them reads its own clock when it is told.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import attrs
+
+if TYPE_CHECKING:
+    from streamflow.stages.devices.base import Event
+
+
+@attrs.frozen
+class PassStarted:
+    """A pass entered its component and waits for a walk."""
+
+    pass_id: int
+
+
+@attrs.frozen
+class BlockWanted:
+    """A pass stands before ``block``, which it was not told of, and waits for an answer to ``serial``."""
+
+    pass_id: int
+    block: int
+    serial: int
+
+
+@attrs.frozen
+class BlockLeft:
+    """A pass issued all work of ``block``, done when ``event`` happens; it will not take the blocks ``passed_by``."""
+
+    pass_id: int
+    block: int
+    passed_by: tuple[int, ...]
+    event: Event
+
+
+@attrs.frozen
+class PassEnded:
+    """A pass is over; all its work is done when ``event`` happens. ``completed``: it did not fail."""
+
+    pass_id: int
+    completed: bool
+    event: Event
+
+
+@attrs.frozen
+class BlockReady:
+    """``pass_id`` may run ``block`` from ``slot`` (at ``generation``) once the device event ``event`` has happened."""
+
+    pass_id: int
+    block: int
+    slot: int
+    generation: int
+    serial: int
+    rank: int
+    event: Event
+
+
+@attrs.frozen
+class WalkStarted:
+    """A walk began, for these passes."""
+
+    walk_id: int
+    pass_ids: tuple[int, ...]
+
+
+@attrs.frozen
+class WalkEnded:
+    """The last pass of a walk is over."""
+
+    walk_id: int
+
+
+@attrs.frozen
+class FetchStarted:
+    """A block's bytes are on their way into a slot. ``on_demand``: nothing had foreseen it."""
+
+    block: int
+    slot: int
+    generation: int
+    nbytes: int
+    on_demand: bool
+
+
+@attrs.frozen
+class FetchIssued:
+    """All copies of a fetch are queued on the device; ``event`` happens when the slot holds the block."""
+
+    block: int
+    slot: int
+    generation: int
+    event: Event
+
+
+@attrs.frozen
+class FetchFailed:
+    """A fetch failed; the offload is broken."""
+
+    block: int
+    error: BaseException
+
+
+@attrs.frozen
+class SlotFree:
+    """``slot`` gave up ``block``: every pass that used it has left, and their events are waited for on the device."""
+
+    slot: int
+    block: int
+
+
+@attrs.frozen
+class SlowDeviceCall:
+    """A device call made on the event loop took long (``seconds``), so the loop was late by as much."""
+
+    what: str
+    seconds: float
+
+
+@attrs.frozen
+class EngineFailed:
+    """The engine is broken by ``error`` and serves no more."""
+
+    error: BaseException
+
+
+#: What passes ring the doorbell with.
+PassMessage = PassStarted | BlockWanted | BlockLeft | PassEnded
+#: What observers are told.
+ObservedEvent = (
+    PassStarted
+    | BlockWanted
+    | BlockLeft
+    | PassEnded
+    | WalkStarted
+    | WalkEnded
+    | FetchStarted
+    | FetchIssued
+    | FetchFailed
+    | SlotFree
+    | SlowDeviceCall
+    | EngineFailed
+)

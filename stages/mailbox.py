@@ -1,0 +1,106 @@
+"""The mailbox of a place: how its thread learns that a block may run, and that it must stop."""
+
+from __future__ import annotations
+
+import threading
+
+from streamflow.stages.errors import EngineBrokenError, StopForward
+from streamflow.stages.events import BlockReady
+
+
+class Mailbox:
+    """Block-ready messages from the loop to one compute thread.
+
+    The thread calls `begin`, `take`, `ask`, `wait` and `check`; the loop calls `post`; anyone calls `stop` and
+    `break_off`. Every wait ends by ready, stop or broken. It holds at most one message for each slot of the window.
+    """
+
+    def __init__(self) -> None:
+        self._condition = threading.Condition(threading.Lock())
+        self._ready: dict[int, BlockReady] = {}
+        self._pass_id: int | None = None
+        self._serial = 0
+        self._stopped = False
+        self._broken: BaseException | None = None
+
+    def begin(self, pass_id: int) -> None:
+        """Forget the last pass; from now on only messages for ``pass_id`` are kept."""
+        with self._condition:
+            self._ready.clear()
+            self._pass_id, self._serial = pass_id, 0
+
+    def post(self, ready: BlockReady) -> None:
+        """Deliver a message; one for another pass, or older than the thread's last `ask`, is dropped."""
+        with self._condition:
+            if ready.pass_id == self._pass_id and ready.serial == self._serial:
+                self._ready[ready.block] = ready
+                self._condition.notify()
+
+    def take(self, block: int) -> tuple[BlockReady, tuple[int, ...]] | None:
+        """The message for ``block`` and the blocks passed by for it, whose messages are given up; None if not here."""
+        with self._condition:
+            return self._take(block)
+
+    def _take(self, block: int) -> tuple[BlockReady, tuple[int, ...]] | None:
+        ready = self._ready.pop(block, None)
+        if ready is None:
+            return None
+        passed_by = tuple(b for b, other in self._ready.items() if other.rank < ready.rank)
+        for passed in passed_by:
+            del self._ready[passed]
+        return ready, passed_by
+
+    def ask(self) -> int:
+        """Give up all messages, and get the serial number that the next ones must carry."""
+        with self._condition:
+            self._ready.clear()
+            self._serial += 1
+            return self._serial
+
+    def wait(self, block: int) -> tuple[BlockReady, tuple[int, ...]]:
+        """Block the thread until ``block`` may run.
+
+        :raises StopForward: if the request is stopped.
+        :raises EngineBrokenError: if the engine failed.
+        """
+        with self._condition:
+            while True:
+                self._check()
+                taken = self._take(block)
+                if taken is not None:
+                    return taken
+                self._condition.wait()
+
+    def check(self) -> None:
+        """Return if the thread may go on.
+
+        :raises StopForward: if the request is stopped.
+        :raises EngineBrokenError: if the engine failed.
+        """
+        if self._stopped or self._broken is not None:
+            self._check()
+
+    def _check(self) -> None:
+        if self._broken is not None:
+            raise EngineBrokenError(self._broken) from self._broken
+        if self._stopped:
+            raise StopForward
+
+    def stop(self) -> None:
+        """End the running request at its next block boundary, or in its wait."""
+        with self._condition:
+            self._stopped = True
+            self._condition.notify_all()
+
+    def break_off(self, error: BaseException) -> None:
+        """End this and every later request with ``error``."""
+        with self._condition:
+            self._broken = error
+            self._condition.notify_all()
+
+    def reset(self) -> None:
+        """Forget a `stop`: the next request begins. A failure stays."""
+        with self._condition:
+            self._ready.clear()
+            self._pass_id = None
+            self._stopped = False

@@ -1,0 +1,66 @@
+"""Observers of the engine: bounded, and never in the way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import anyio
+import attrs
+from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
+
+from streamflow.stages.events import ObservedEvent
+
+#: Events an observer may lag behind before it loses the newest.
+DEFAULT_CAPACITY = 4096
+
+
+@attrs.define
+class _Subscription:
+    send: MemoryObjectSendStream[ObservedEvent]
+    num_dropped: int = 0
+
+
+class Broadcast:
+    """Tells every observer of every event, without waiting for any. On the loop only."""
+
+    def __init__(self) -> None:
+        self._subscriptions: list[_Subscription] = []
+
+    @property
+    def is_observed(self) -> bool:
+        """Whether anybody listens: publishers may skip making events when nobody does."""
+        return bool(self._subscriptions)
+
+    @property
+    def num_dropped(self) -> int:
+        """Events that observers who lagged behind have lost."""
+        return sum(subscription.num_dropped for subscription in self._subscriptions)
+
+    def publish(self, event: ObservedEvent) -> None:
+        """Hand ``event`` to each observer that has room; for the others it is counted as dropped."""
+        for subscription in self._subscriptions:
+            try:
+                subscription.send.send_nowait(event)
+            except (anyio.WouldBlock, anyio.BrokenResourceError):
+                subscription.num_dropped += 1
+
+    @contextmanager
+    def subscribe(self, capacity: int = DEFAULT_CAPACITY) -> Iterator[MemoryObjectReceiveStream[ObservedEvent]]:
+        """A channel of all events from here on; it ends when the engine closes. ``capacity`` is in events."""
+        send, receive = anyio.create_memory_object_stream[ObservedEvent](capacity)
+        subscription = _Subscription(send)
+        self._subscriptions.append(subscription)
+        try:
+            yield receive
+        finally:
+            if subscription in self._subscriptions:
+                self._subscriptions.remove(subscription)
+            send.close()
+            receive.close()
+
+    def close(self) -> None:
+        """End every channel. Idempotent."""
+        for subscription in self._subscriptions:
+            subscription.send.close()
+        self._subscriptions.clear()

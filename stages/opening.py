@@ -1,0 +1,155 @@
+"""Opening and closing an engine: the order in which its parts are made, and in which they go."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+
+import anyio
+import attrs
+
+from streamflow.stages.binder import Binder
+from streamflow.stages.devices.base import Device, Stream
+from streamflow.stages.errors import DeviceStreamError
+from streamflow.stages.engine import Engine, Resident
+from streamflow.stages.images import BlockImage
+from streamflow.stages.places import Place
+from streamflow.stages.slots import Window
+from streamflow.stages.threads import ThreadCrew
+from streamflow.stages.transfers.base import Transfer
+from streamflow.stages.walks import WalkPlanner, WalkSource
+
+#: Makes the transfer, on the loop, with the streams and threads that it may use.
+OpenTransfer = Callable[[Device, Stream, ThreadCrew], Awaitable[Transfer]]
+
+
+@attrs.frozen
+class EngineOptions:
+    """How an engine streams.
+
+    ``window_slots``: device buffers. ``num_places``: requests that may run at once. ``run_ahead_blocks``: how far, in
+    blocks, a compute thread may be ahead of the device (None: 2 x window + 2). ``poison_freed_slots`` is for tests.
+    """
+
+    window_slots: int
+    num_places: int = 1
+    run_ahead_blocks: int | None = None
+    poison_freed_slots: bool = False
+
+    @property
+    def effective_run_ahead(self) -> int:
+        """``run_ahead_blocks`` with its default filled in."""
+        return 2 * self.window_slots + 2 if self.run_ahead_blocks is None else self.run_ahead_blocks
+
+
+@asynccontextmanager
+async def open_engine(
+    *,
+    device: Device,
+    crew: ThreadCrew,
+    images: Mapping[int, BlockImage],
+    residents: Sequence[int],
+    options: EngineOptions,
+    open_transfer: OpenTransfer,
+    binder: Binder,
+    walk_source: WalkSource | None = None,
+) -> AsyncIterator[Engine]:
+    """An engine over ``images`` (by block, in expected execution order); ``residents`` are loaded once and stay.
+
+    ``device`` is open and ``crew`` runs; both stay the caller's. The caller sees to it that no pass runs any more when
+    it leaves. Leaving, in this order and also under cancellation: fetches under way are finished, device work is
+    drained, blocks are unbound, buffers are freed.
+
+    :raises DeviceMemoryError: if window and residents do not fit.
+    :raises SourceReadError: if a resident cannot be read.
+    """
+    streamed = {block: image for block, image in images.items() if block not in set(residents)}
+    num_slots = min(options.window_slots, len(streamed))
+    planner = WalkPlanner(tuple(streamed), num_slots, walk_source)
+    copy_stream = device.open_copy_stream("copy")
+    parts = _Parts(device, binder, copy_stream)
+    failure: BaseException | None = None
+    try:
+        parts.transfer = transfer = await open_transfer(device, copy_stream, crew)
+        slot_bytes = max((image.nbytes for image in streamed.values()), default=0)
+        parts.window = window = await crew.call(
+            lambda: Window(device, num_slots, slot_bytes, poison=options.poison_freed_slots), undo=Window.close
+        )
+        for block in residents:
+            await parts.load_resident(block, images[block], transfer)
+        parts.places = [_open_place(device, crew, index, options) for index in range(options.num_places)]
+        async with anyio.create_task_group() as nursery:
+            engine = Engine(
+                device=device,
+                images=images,
+                window=window,
+                residents=parts.residents,
+                planner=planner,
+                transfer=transfer,
+                copy_stream=copy_stream,
+                binder=binder,
+                places=parts.places,
+                nursery=nursery,
+            )
+            nursery.start_soon(engine.serve, name="prefetch nursery")
+            try:
+                yield engine
+            except BaseException as error:
+                failure = error  # raised below, outside the task group, so that it is not wrapped
+            finally:
+                engine.close_doorbell()
+                nursery.cancel_scope.cancel()
+    finally:
+        await crew.call_through(parts.drain)
+        parts.release()
+    if failure is not None:
+        raise failure
+
+
+def _open_place(device: Device, crew: ThreadCrew, index: int, options: EngineOptions) -> Place:
+    stream = device.open_compute_stream(f"compute {index}")
+    return Place(index, stream, crew.start(f"streamflow place {index}"), options.effective_run_ahead)
+
+
+@attrs.define
+class _Parts:
+    """What an engine has acquired so far, for the way back."""
+
+    device: Device
+    binder: Binder
+    copy_stream: Stream
+    transfer: Transfer | None = None
+    window: Window | None = None
+    residents: dict[int, Resident] = attrs.field(factory=dict)
+    places: list[Place] = attrs.field(factory=list)
+
+    async def load_resident(self, block: int, image: BlockImage, transfer: Transfer) -> None:
+        """Bring a resident block to the device and bind it for good."""
+        buffer = self.device.allocate(image.nbytes)
+        try:
+            event = await transfer.fetch(image, buffer, ()).issued()
+        except BaseException:
+            self.device.free(buffer)
+            raise
+        self.residents[block] = Resident(buffer, event)
+        self.binder.bind(block, -1 - block, buffer)
+
+    def drain(self) -> None:
+        """Wait, in a thread, until the device is done with everything. What failed there has been told before."""
+        for stream in (self.copy_stream, *(place.stream for place in self.places)):
+            with suppress(DeviceStreamError):
+                stream.record().wait()
+
+    def release(self) -> None:
+        """Unbind every block, then free the buffers under them."""
+        for block in self.residents:
+            self.binder.unbind(block)
+        for slot in self.window or ():
+            if slot.block is not None:
+                self.binder.unbind(slot.block)
+        for resident in self.residents.values():
+            self.device.free(resident.buffer)
+        if self.window is not None:
+            self.window.close()
+        if self.transfer is not None:
+            self.transfer.close()

@@ -1,0 +1,107 @@
+"""A pass, as its compute thread sees it: before each block it waits to be told, after each block it says so."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+
+from streamflow.stages.devices.base import Event
+from streamflow.stages.errors import DeviceStreamError, EngineBrokenError
+from streamflow.stages.events import BlockLeft, BlockReady, BlockWanted, PassEnded, PassMessage, PassStarted
+from streamflow.stages.places import Place
+from streamflow.stages.slots import Window
+
+
+class Pass:
+    """One forward call of a component, in one place. All methods are for its compute thread.
+
+    Use: `enter` and `leave` around every block, `end` once. `end` must be reached on any exit; it repairs what a
+    failed block left behind.
+    """
+
+    def __init__(
+        self,
+        pass_id: int,
+        place: Place,
+        window: Window,
+        residents: Mapping[int, Event],
+        ring: Callable[[PassMessage], None],
+    ) -> None:
+        self.pass_id = pass_id
+        self._place = place
+        self._window = window
+        self._residents = residents
+        self._ring = ring
+        self._inside: int | None = None
+        self._passed_by: tuple[int, ...] = ()
+        self._ended = False
+        place.mailbox.begin(pass_id)
+        ring(PassStarted(pass_id))
+
+    def enter(self, block: int) -> None:
+        """Return when the thread may issue the block's work.
+
+        :raises StopForward: if the request is stopped.
+        :raises EngineBrokenError: if the engine failed, or the block's copy did.
+        """
+        cpu_before = time.thread_time()
+        self._place.mailbox.check()
+        try:
+            self._wait_for(self._event_of(block))
+        except DeviceStreamError as failure:
+            raise EngineBrokenError(failure.cause) from failure.cause
+        self._place.stream.begin_block()
+        self._inside = block
+        self._count_cpu(cpu_before)
+
+    def _event_of(self, block: int) -> Event:
+        resident = self._residents.get(block)
+        if resident is not None:
+            return resident
+        ready = self._ready(block)
+        self._window[ready.slot].check(block, ready.generation)
+        return ready.event
+
+    def _ready(self, block: int) -> BlockReady:
+        mailbox = self._place.mailbox
+        taken = mailbox.take(block)
+        if taken is None:
+            started = time.perf_counter()
+            self._ring(BlockWanted(self.pass_id, block, mailbox.ask()))
+            taken = mailbox.wait(block)
+            self._place.waits.mailbox_s += time.perf_counter() - started
+            self._place.waits.num_mailbox_waits += 1
+        ready, self._passed_by = taken
+        return ready
+
+    def _wait_for(self, event: Event) -> None:
+        if not event.is_done():
+            started = time.perf_counter()
+            self._place.stream.wait(event)
+            self._place.waits.event_s += time.perf_counter() - started
+
+    def leave(self, block: int) -> None:
+        """The thread has issued the block's work, or failed to. Blocks while the device is too far behind."""
+        cpu_before = time.thread_time()
+        self._inside = None
+        self._place.stream.end_block()
+        event = self._place.stream.record()
+        if block not in self._residents:
+            self._ring(BlockLeft(self.pass_id, block, self._passed_by, event))
+            self._passed_by = ()
+        self._count_cpu(cpu_before)
+        self._place.note_issued(event)
+
+    def end(self, *, completed: bool) -> None:
+        """The pass is over. Idempotent."""
+        if self._ended:
+            return
+        self._ended = True
+        if self._inside is not None:  # an exception came between entering and leaving
+            self._place.stream.end_block()
+            self._inside = None
+        self._ring(PassEnded(self.pass_id, completed, self._place.stream.record()))
+
+    def _count_cpu(self, cpu_before: float) -> None:
+        self._place.waits.hooks_cpu_s += time.thread_time() - cpu_before
+        self._place.waits.num_hooks += 1

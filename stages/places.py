@@ -1,0 +1,65 @@
+"""Places: what one running request occupies, a worker thread and a compute stream, made at opening and reused."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+
+import attrs
+
+from streamflow.stages.devices.base import Event, Stream
+from streamflow.stages.mailbox import Mailbox
+from streamflow.stages.threads import WorkerThread
+
+
+@attrs.define
+class WaitTimes:
+    """Where compute threads stood still, in seconds of host time.
+
+    ``mailbox_s``: the block's fetch was not issued yet. ``event_s``: on a host device, the copy was not done yet (an
+    accelerator waits by itself). ``run_ahead_s``: the thread was as far ahead of the device as it may be.
+    """
+
+    mailbox_s: float = 0.0
+    event_s: float = 0.0
+    run_ahead_s: float = 0.0
+    num_mailbox_waits: int = 0
+    num_hooks: int = 0
+    hooks_cpu_s: float = 0.0
+
+    def add(self, other: WaitTimes) -> None:
+        """Add ``other`` to this, field by field."""
+        for field in attrs.fields(WaitTimes):
+            setattr(self, field.name, getattr(self, field.name) + getattr(other, field.name))
+
+
+class Place:
+    """A worker thread, a compute stream and a mailbox. One request at a time occupies it.
+
+    A request that brings its own thread (a direct call of the model) uses the stream and the mailbox from there.
+    """
+
+    def __init__(self, index: int, stream: Stream, thread: WorkerThread, run_ahead_blocks: int) -> None:
+        self.index = index
+        self.stream = stream
+        self.thread = thread
+        self.mailbox = Mailbox()
+        self.waits = WaitTimes()
+        self._run_ahead_blocks = run_ahead_blocks
+        self._issued: deque[Event] = deque()
+
+    def note_issued(self, event: Event) -> None:
+        """Take note of a block's work; wait (in the compute thread) while the device is too far behind."""
+        self._issued.append(event)
+        if len(self._issued) > self._run_ahead_blocks:
+            earlier = self._issued.popleft()
+            if not earlier.is_done():
+                started = time.perf_counter()
+                earlier.wait()
+                self.waits.run_ahead_s += time.perf_counter() - started
+
+    def settle(self) -> None:
+        """Wait, in a thread, until the device has done all that this place issued."""
+        event = self.stream.record()
+        self._issued.clear()
+        event.wait()

@@ -1,0 +1,1 @@
+"""Transfers: how a block image gets from its source into a slot."""

@@ -1,0 +1,169 @@
+"""Staged transfer: several threads pack chunks into page-locked buffers; each chunk is copied as soon as it is packed."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Sequence
+
+import anyio
+import attrs
+import torch
+
+from streamflow.stages.devices.base import Device, Event, PageLock, Stream
+from streamflow.stages.host_memory import allocate_host
+from streamflow.stages.images import BlockImage
+from streamflow.stages.signals import LoopEvent
+from streamflow.stages.threads import ThreadCrew, WorkerThread
+from streamflow.stages.transfers.chunks import Chunk, largest_chunk, plan_chunks
+
+#: Buffers of each packing thread: one is copied while the next is packed.
+BUFFERS_PER_THREAD = 2
+
+
+@attrs.define
+class _StagingBuffer:
+    """A page-locked buffer, and the copy that reads it (None: none)."""
+
+    memory: torch.Tensor
+    reader: Event | None = None
+
+
+class _Packing:
+    """One image on its way: the packing threads share its chunks, and the last one to finish records the event."""
+
+    def __init__(
+        self, image: BlockImage, chunks: Sequence[Chunk], slot: torch.Tensor, after: Sequence[Event], stream: Stream
+    ) -> None:
+        self._image, self._chunks, self._slot = image, chunks, slot
+        self._after: Sequence[Event] | None = after
+        self._stream = stream
+        self._next_chunk = itertools.count()
+        self._lock = threading.Lock()
+        self._num_unfinished = 0
+        self._issued = LoopEvent()
+        self._abandoned = False
+        self._failure: BaseException | None = None
+        self.event: Event | None = None
+
+    def begin(self, threads: Sequence[_PackingThread]) -> None:
+        """Give every thread its share; the chunks go to whichever is free."""
+        helpers = threads[: max(1, len(self._chunks))]
+        self._num_unfinished = len(helpers)
+        for helper in helpers:
+            helper.pack(self)
+
+    def work(self, buffers: itertools.cycle[_StagingBuffer]) -> None:
+        """Pack chunks until none is left. In a packing thread."""
+        try:
+            for index in self._next_chunk:
+                if index >= len(self._chunks) or self._abandoned or self._failure is not None:
+                    break
+                self._pack(self._chunks[index], next(buffers))
+        except BaseException as failure:
+            self._failure = failure
+        finally:
+            self._finish_one()
+
+    def _pack(self, chunk: Chunk, buffer: _StagingBuffer) -> None:
+        if buffer.reader is not None:
+            buffer.reader.wait()
+        base = buffer.memory.data_ptr()
+        for part in chunk.parts:
+            self._image.pieces[part.piece].read_into(base + part.chunk_offset, part.start, part.nbytes)
+        target = self._slot[chunk.image_offset : chunk.image_offset + chunk.nbytes]
+        self._wait_for_slot()
+        self._stream.copy(target, buffer.memory[: chunk.nbytes])
+        buffer.reader = self._stream.record()
+
+    def _wait_for_slot(self) -> None:
+        # As late as possible: the stream is shared with the block before, whose last chunks must not wait for our slot.
+        with self._lock:
+            for event in self._after or ():
+                self._stream.wait(event)
+            self._after = None
+
+    def _finish_one(self) -> None:
+        with self._lock:
+            self._num_unfinished -= 1
+            if self._num_unfinished:
+                return
+        try:
+            if self._failure is None:
+                self._wait_for_slot()
+                self.event = self._stream.record()
+        except BaseException as failure:
+            self._failure = failure
+        self._issued.set()
+
+    async def issued(self) -> Event:
+        try:
+            await self._issued.wait()
+        except BaseException:
+            self._abandoned = True
+            with anyio.CancelScope(shield=True):
+                await self._issued.wait()
+            raise
+        if self._failure is not None:
+            raise self._failure
+        if self.event is None:
+            raise RuntimeError("a packing finished without an event")  # pragma: no cover - set before _issued
+        return self.event
+
+
+class _PackingThread:
+    """A worker thread with staging buffers of its own, so that no two threads contend for one."""
+
+    def __init__(self, thread: WorkerThread, buffers: Sequence[_StagingBuffer]) -> None:
+        self._thread = thread
+        self._buffers = itertools.cycle(buffers)
+
+    def pack(self, packing: _Packing) -> None:
+        self._thread.submit(lambda: packing.work(self._buffers))
+
+
+class StagedTransfer:
+    """Packs with ``num_threads`` threads in chunks of ``chunk_bytes``, and copies on ``stream``.
+
+    Holds two chunks of page-locked host memory for each thread.
+
+    :raises DeviceStreamError: if the buffers cannot be page-locked; nothing is held then.
+    """
+
+    name = "staged"
+    scratch_bytes = 0
+
+    def __init__(
+        self,
+        device: Device,
+        stream: Stream,
+        crew: ThreadCrew,
+        images: Sequence[BlockImage],
+        *,
+        num_threads: int,
+        chunk_bytes: int,
+    ) -> None:
+        self._stream = stream
+        self._chunk_bytes = chunk_bytes
+        self._chunks = {image.name: plan_chunks(image.pieces, chunk_bytes) for image in images}
+        size = largest_chunk([image.pieces for image in images], chunk_bytes)
+        self.staging_bytes = size * num_threads * BUFFERS_PER_THREAD
+        memory = allocate_host(self.staging_bytes)
+        self._lock: PageLock | None = device.lock_pages(memory) if self.staging_bytes else None
+        buffers = [_StagingBuffer(memory[i * size : (i + 1) * size]) for i in range(num_threads * BUFFERS_PER_THREAD)]
+        self._threads = [
+            _PackingThread(
+                crew.start(f"streamflow packing {i}"), buffers[i * BUFFERS_PER_THREAD : (i + 1) * BUFFERS_PER_THREAD]
+            )
+            for i in range(num_threads)
+        ]
+
+    def fetch(self, image: BlockImage, slot: torch.Tensor, after: Sequence[Event]) -> _Packing:
+        packing = _Packing(image, self._chunks[image.name], slot, after, self._stream)
+        packing.begin(self._threads)
+        return packing
+
+    def close(self) -> None:
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None

@@ -1,0 +1,275 @@
+"""The walk planner: which passes walk together, what to fetch into which slot, what to drop. Pure: no torch, no clock.
+
+A pass is one forward call of a component; a walk serves every pass that joined it. The planner lives on the event loop
+and is told what the passes did (`join`, `want`, `left`, `end`) and what the transfers did (`fetched`); `decide` then
+says what to do. Its promises, held by property tests:
+
+- a block is in at most one slot at a time;
+- a slot is given to another block only when no pass may still be inside the old one: a pass that was told of a block
+  holds a claim on its slot until it says itself that it left the block, passed it by, or wants another one, or ends;
+- a pass that waits for a block gets it, whatever the others do, as long as they keep leaving the blocks they entered;
+- the order of blocks is a forecast. A wrong one costs time, never exactness.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Protocol
+
+import attrs
+
+from streamflow.stages.order import BlockOrder
+
+
+@attrs.frozen
+class Fetch:
+    """Bring ``block`` into ``slot``; the block that was there (None: none) is dropped first.
+
+    ``on_demand``: a pass stands before the block and the forecast had not foreseen it.
+    """
+
+    block: int
+    slot: int
+    generation: int
+    drops: int | None
+    on_demand: bool
+
+
+@attrs.frozen
+class Claim:
+    """Tell ``pass_id`` that it may enter ``block`` in ``slot``.
+
+    ``serial`` is that of the pass's last `want`. ``rank`` orders the claims of one pass: once it took one, those of
+    lower rank are passed by, and it gives them back with its next `left`.
+    """
+
+    pass_id: int
+    block: int
+    slot: int
+    generation: int
+    serial: int
+    rank: int
+
+
+@attrs.frozen
+class Walk:
+    """A walk that started, with the passes that go together."""
+
+    walk_id: int
+    pass_ids: tuple[int, ...]
+
+
+@attrs.frozen
+class Decision:
+    """What to do now, in this order."""
+
+    started: Walk | None
+    ended: int | None
+    fetches: tuple[Fetch, ...]
+    claims: tuple[Claim, ...]
+
+
+class WalkSource(Protocol):
+    """Says when waiting passes start a walk. Replaceable: ranks agree on walks, one process need not."""
+
+    def next_walk(self, waiting: Sequence[int]) -> Sequence[int]:
+        """The passes, out of ``waiting`` (oldest first), that start a walk now; empty to wait on. Called only when
+        no walk is under way."""
+
+
+@attrs.frozen
+class ImmediateWalks:
+    """Everyone who waits walks together, as soon as ``min_passes`` wait."""
+
+    min_passes: int = 1
+
+    def next_walk(self, waiting: Sequence[int]) -> Sequence[int]:
+        return waiting if len(waiting) >= self.min_passes else ()
+
+
+@attrs.define
+class _Slot:
+    block: int | None = None
+    generation: int = 0
+    ready: bool = False
+    claims: set[int] = attrs.field(factory=set)
+
+
+@attrs.define
+class _Pass:
+    position: int = 0
+    visited: list[int] = attrs.field(factory=list)
+    wanted: int | None = None
+    want_rank: int = 0
+    surprising: bool = False
+    serial: int = 0
+
+
+class WalkPlanner:
+    """Decides for one window of ``num_slots`` slots over ``order``, the streamed blocks in expected execution order.
+
+    Blocks are any distinct integers. One owner, one thread.
+
+    :raises ValueError: if there are blocks and no slot.
+    """
+
+    def __init__(self, order: Sequence[int], num_slots: int, source: WalkSource | None = None) -> None:
+        if order and num_slots < 1:
+            raise ValueError(f"{len(set(order))} blocks are to be streamed but the window has {num_slots} slots")
+        self._order = BlockOrder(order)
+        self._blocks = frozenset(order)
+        self._slots = [_Slot() for _ in range(num_slots)]
+        self._source: WalkSource = source if source is not None else ImmediateWalks()
+        self._waiting: dict[int, _Pass] = {}
+        self._walking: dict[int, _Pass] = {}
+        self._walk: Walk | None = None
+        self._num_walks = 0
+        self._num_wants = 0
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """The visits that the next pass is expected to make."""
+        return self._order.visits
+
+    @property
+    def num_walks(self) -> int:
+        """Walks started so far."""
+        return self._num_walks
+
+    def slot_of(self, block: int) -> int | None:
+        """The slot that holds ``block`` or is being filled with it; None if there is none."""
+        return next((i for i, slot in enumerate(self._slots) if slot.block == block), None)
+
+    def claims_on(self, slot: int) -> frozenset[int]:
+        """The passes that may be inside the block in ``slot``."""
+        return frozenset(self._slots[slot].claims)
+
+    # What the passes did
+
+    def join(self, pass_id: int) -> None:
+        """A pass begins and waits for a walk."""
+        self._waiting[pass_id] = _Pass()
+
+    def want(self, pass_id: int, block: int, serial: int) -> None:
+        """The pass stands before ``block`` and takes nothing but an answer to ``serial``: its claims are void.
+
+        :raises KeyError: if ``block`` is not streamed.
+        """
+        if block not in self._blocks:
+            raise KeyError(block)
+        state = self._state(pass_id)
+        if state is None:
+            return
+        self._release_all(pass_id)
+        self._num_wants += 1
+        state.wanted, state.serial, state.want_rank = block, serial, self._num_wants
+        state.surprising = block not in self._order.ahead(state.position, len(self._slots))
+        state.position = self._order.position_before(block, state.position)
+
+    def left(self, pass_id: int, block: int, passed_by: Iterable[int] = ()) -> None:
+        """The pass has issued all of the block's work, and will not take its claims on the blocks ``passed_by``."""
+        state = self._state(pass_id)
+        if state is None:
+            return
+        state.visited.append(block)
+        state.wanted = None
+        state.position = self._order.position_after(block, state.position)
+        for given_back in (block, *passed_by):
+            index = self.slot_of(given_back)
+            if index is not None:
+                self._slots[index].claims.discard(pass_id)
+
+    def end(self, pass_id: int, *, completed: bool) -> None:
+        """The pass is over. ``completed``: it ran to its end, so its visits are worth learning from."""
+        state = self._state(pass_id)
+        if state is None:
+            return
+        self._release_all(pass_id)
+        self._waiting.pop(pass_id, None)
+        self._walking.pop(pass_id, None)
+        if completed:
+            self._order.learn(state.visited)
+
+    # What the transfers did
+
+    def fetched(self, slot: int, generation: int) -> None:
+        """The copy into ``slot`` is issued: passes may be told of its block."""
+        if self._slots[slot].generation == generation:
+            self._slots[slot].ready = True
+
+    # The decision
+
+    def decide(self) -> Decision:
+        """What is to be done after all that was told; doing it is assumed from here on."""
+        ended = self._end_walk()
+        started = self._start_walk()
+        fetches = tuple(self._fetches())
+        return Decision(started, ended, fetches, tuple(self._claims()))
+
+    def _end_walk(self) -> int | None:
+        if self._walk is None or self._walking:
+            return None
+        ended, self._walk = self._walk.walk_id, None
+        return ended
+
+    def _start_walk(self) -> Walk | None:
+        if self._walk is not None or not self._waiting:
+            return None
+        chosen = tuple(self._source.next_walk(tuple(self._waiting)))
+        if not chosen:
+            return None
+        for pass_id in chosen:
+            self._walking[pass_id] = self._waiting.pop(pass_id)
+        self._num_walks += 1
+        self._walk = Walk(self._num_walks, chosen)
+        return self._walk
+
+    def _fetches(self) -> Iterator[Fetch]:
+        desired = self._desired()
+        surprising = {p.wanted for p in self._walking.values() if p.surprising}
+        for block in desired:
+            if self.slot_of(block) is not None:
+                continue
+            index = self._free_slot(desired)
+            if index is None:
+                return  # nothing less urgent may take the slot that this one waits for
+            slot = self._slots[index]
+            fetch = Fetch(block, index, slot.generation + 1, slot.block, block in surprising)
+            slot.block, slot.generation, slot.ready = block, fetch.generation, False
+            yield fetch
+
+    def _desired(self) -> list[int]:
+        """The blocks that the window should hold, most urgent first."""
+        wanted = sorted((p.want_rank, p.wanted) for p in self._walking.values() if p.wanted is not None)
+        chosen = dict.fromkeys(block for _, block in wanted)
+        slowest = min((p.position for p in self._walking.values()), default=0)
+        for block in self._order.ahead(slowest, len(self._slots)):
+            chosen.setdefault(block)
+        return list(chosen)[: len(self._slots)]
+
+    def _free_slot(self, desired: Sequence[int]) -> int | None:
+        for index, slot in enumerate(self._slots):
+            if slot.block is None:
+                return index
+        for index, slot in enumerate(self._slots):
+            if slot.ready and not slot.claims and slot.block not in desired:
+                return index
+        return None
+
+    def _claims(self) -> Iterator[Claim]:
+        for index, slot in enumerate(self._slots):
+            if slot.block is None or not slot.ready:
+                continue
+            for pass_id, state in self._walking.items():
+                ahead = self._order.comes_after(slot.block, state.position)
+                if pass_id not in slot.claims and (ahead or state.wanted == slot.block):
+                    slot.claims.add(pass_id)
+                    rank = self._order.position_before(slot.block, state.position)
+                    yield Claim(pass_id, slot.block, index, slot.generation, state.serial, rank)
+
+    def _state(self, pass_id: int) -> _Pass | None:
+        return self._walking.get(pass_id) or self._waiting.get(pass_id)
+
+    def _release_all(self, pass_id: int) -> None:
+        for slot in self._slots:
+            slot.claims.discard(pass_id)
