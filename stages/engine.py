@@ -151,7 +151,7 @@ class Engine:
             event_wait_s=waits.event_s,
             run_ahead_wait_s=waits.run_ahead_s,
             hooks_cpu_s=waits.hooks_cpu_s,
-            num_blocks_run=waits.num_hooks // 2,
+            num_blocks_run=waits.num_blocks,
             num_slow_device_calls=self._num_slow_calls,
             num_late_messages=self._doorbell.num_late,
             num_dropped_events=self.broadcast.num_dropped,
@@ -241,9 +241,7 @@ class Engine:
         mailbox = self._mailboxes.get(claim.pass_id)
         if mailbox is not None:
             mailbox.post(
-                BlockReady(
-                    claim.pass_id, claim.block, claim.slot, claim.generation, claim.serial, claim.rank, event
-                )
+                BlockReady(claim.pass_id, claim.block, claim.slot, claim.generation, claim.serial, claim.rank, event)
             )
 
     def _start_fetch(self, fetch: Fetch) -> bool:
@@ -255,9 +253,7 @@ class Engine:
         self._num_fetches += 1
         self._num_on_demand += fetch.on_demand
         self._streamed_bytes += image.nbytes
-        self.broadcast.publish(
-            FetchStarted(fetch.block, fetch.slot, fetch.generation, image.nbytes, fetch.on_demand)
-        )
+        self.broadcast.publish(FetchStarted(fetch.block, fetch.slot, fetch.generation, image.nbytes, fetch.on_demand))
         with self._timed(f"fetch of block {fetch.block}"):
             after = self._window.refill(fetch.slot, fetch.block, fetch.generation, self._copy_stream)
             fetching = self._transfer.fetch(image, self._window[fetch.slot].buffer, after)

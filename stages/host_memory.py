@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+from contextlib import suppress
 
 import torch
 
@@ -26,9 +27,7 @@ def allocate_host(nbytes: int) -> torch.Tensor:
     except OSError as failure:
         raise MemoryError(f"{nbytes:,} bytes of host memory could not be had: {failure}") from failure
     if nbytes >= _HUGE_PAGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
-        try:
+        with suppress(OSError):  # a kernel without transparent huge pages
             pages.madvise(mmap.MADV_HUGEPAGE)  # first touch is then a fault for 2 MiB, not for 4 KiB
-        except OSError:
-            pass  # a kernel without transparent huge pages
     # the memoryview lets the tensor keep the mapping alive; nothing ever closes it by hand
     return torch.frombuffer(memoryview(pages), dtype=torch.uint8, count=nbytes)

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager, suppress
 
 import anyio
 import attrs
 
 from streamflow.stages.binder import Binder
 from streamflow.stages.devices.base import Device, Stream
-from streamflow.stages.errors import DeviceStreamError
 from streamflow.stages.engine import Engine, Resident
+from streamflow.stages.errors import DeviceStreamError
 from streamflow.stages.images import BlockImage
 from streamflow.stages.places import Place
 from streamflow.stages.slots import Window
@@ -141,12 +141,14 @@ class _Parts:
                 stream.record().wait()
 
     def release(self) -> None:
-        """Unbind every block, then free the buffers under them."""
-        for block in self.residents:
-            self.binder.unbind(block)
-        for slot in self.window or ():
-            if slot.block is not None:
-                self.binder.unbind(slot.block)
+        """Unbind every block, then free the buffers under them, whatever fails on the way."""
+        with ExitStack() as rest:
+            rest.callback(self._free)
+            for block in (*self.residents, *(slot.block for slot in self.window or ())):
+                if block is not None:
+                    rest.callback(self.binder.unbind, block)
+
+    def _free(self) -> None:
         for resident in self.residents.values():
             self.device.free(resident.buffer)
         if self.window is not None:

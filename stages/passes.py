@@ -15,8 +15,8 @@ from streamflow.stages.slots import Window
 class Pass:
     """One forward call of a component, in one place. All methods are for its compute thread.
 
-    Use: `enter` and `leave` around every block, `end` once. `end` must be reached on any exit; it repairs what a
-    failed block left behind.
+    Use: `enter` and `leave` around every block, then `keep_pace`; `end` once. `end` must be reached on any exit; it
+    repairs what a failed block left behind.
     """
 
     def __init__(
@@ -44,7 +44,6 @@ class Pass:
         :raises StopForward: if the request is stopped.
         :raises EngineBrokenError: if the engine failed, or the block's copy did.
         """
-        cpu_before = time.thread_time()
         self._place.mailbox.check()
         try:
             self._wait_for(self._event_of(block))
@@ -52,7 +51,6 @@ class Pass:
             raise EngineBrokenError(failure.cause) from failure.cause
         self._place.stream.begin_block()
         self._inside = block
-        self._count_cpu(cpu_before)
 
     def _event_of(self, block: int) -> Event:
         resident = self._residents.get(block)
@@ -81,16 +79,18 @@ class Pass:
             self._place.waits.event_s += time.perf_counter() - started
 
     def leave(self, block: int) -> None:
-        """The thread has issued the block's work, or failed to. Blocks while the device is too far behind."""
-        cpu_before = time.thread_time()
+        """The thread has issued the block's work, or failed to."""
         self._inside = None
         self._place.stream.end_block()
         event = self._place.stream.record()
         if block not in self._residents:
             self._ring(BlockLeft(self.pass_id, block, self._passed_by, event))
             self._passed_by = ()
-        self._count_cpu(cpu_before)
         self._place.note_issued(event)
+
+    def keep_pace(self) -> None:
+        """Block while the device is further behind than the thread may run ahead of it. To be called between blocks."""
+        self._place.keep_pace()
 
     def end(self, *, completed: bool) -> None:
         """The pass is over. Idempotent."""
@@ -102,6 +102,7 @@ class Pass:
             self._inside = None
         self._ring(PassEnded(self.pass_id, completed, self._place.stream.record()))
 
-    def _count_cpu(self, cpu_before: float) -> None:
-        self._place.waits.hooks_cpu_s += time.thread_time() - cpu_before
-        self._place.waits.num_hooks += 1
+    def count_hooks(self, cpu_s: float) -> None:
+        """Take note of the thread's CPU time around one block, the block's own left out."""
+        self._place.waits.hooks_cpu_s += cpu_s
+        self._place.waits.num_blocks += 1

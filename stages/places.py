@@ -24,7 +24,7 @@ class WaitTimes:
     event_s: float = 0.0
     run_ahead_s: float = 0.0
     num_mailbox_waits: int = 0
-    num_hooks: int = 0
+    num_blocks: int = 0
     hooks_cpu_s: float = 0.0
 
     def add(self, other: WaitTimes) -> None:
@@ -49,9 +49,12 @@ class Place:
         self._issued: deque[Event] = deque()
 
     def note_issued(self, event: Event) -> None:
-        """Take note of a block's work; wait (in the compute thread) while the device is too far behind."""
+        """Take note of a block's work, done when ``event`` happens."""
         self._issued.append(event)
-        if len(self._issued) > self._run_ahead_blocks:
+
+    def keep_pace(self) -> None:
+        """Wait, in the compute thread, while the device is further behind than allowed."""
+        while len(self._issued) > self._run_ahead_blocks:
             earlier = self._issued.popleft()
             if not earlier.is_done():
                 started = time.perf_counter()

@@ -10,8 +10,8 @@ import torch
 from streamflow.stages.devices.base import Device, Event, Stream
 from streamflow.stages.errors import StaleSlotError
 
-#: What freed slots are filled with in tests: in float16, bfloat16 and float32 a number so large that it shows.
-POISON = 0x7B
+#: What freed slots are filled with in tests: NaN in every floating-point dtype, -1 or the maximum in integers.
+POISON = 0xFF
 
 
 @attrs.define(eq=False)

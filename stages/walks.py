@@ -74,7 +74,8 @@ class WalkSource(Protocol):
 
     def next_walk(self, waiting: Sequence[int]) -> Sequence[int]:
         """The passes, out of ``waiting`` (oldest first), that start a walk now; empty to wait on. Called only when
-        no walk is under way."""
+        no walk is under way.
+        """
 
 
 @attrs.frozen
@@ -257,15 +258,25 @@ class WalkPlanner:
         return None
 
     def _claims(self) -> Iterator[Claim]:
-        for index, slot in enumerate(self._slots):
-            if slot.block is None or not slot.ready:
-                continue
-            for pass_id, state in self._walking.items():
-                ahead = self._order.comes_after(slot.block, state.position)
-                if pass_id not in slot.claims and (ahead or state.wanted == slot.block):
+        for pass_id, state in self._walking.items():
+            # what it stands before comes first: until it is told of that, a claim on anything else would be held by
+            # a pass that waits, and two such passes could wait for each other's slots
+            for index in sorted(range(len(self._slots)), key=lambda i: self._slots[i].block != state.wanted):
+                slot = self._slots[index]
+                if slot.block is None or not slot.ready or pass_id in slot.claims:
+                    continue
+                if slot.block == state.wanted or self._may_run_ahead(pass_id, state, slot.block):
                     slot.claims.add(pass_id)
                     rank = self._order.position_before(slot.block, state.position)
                     yield Claim(pass_id, slot.block, index, slot.generation, state.serial, rank)
+
+    def _may_run_ahead(self, pass_id: int, state: _Pass, block: int) -> bool:
+        """Whether the pass may be told of ``block``, which it has not asked for."""
+        if state.wanted is not None:
+            index = self.slot_of(state.wanted)
+            if index is None or pass_id not in self._slots[index].claims:
+                return False
+        return self._order.comes_after(block, state.position)
 
     def _state(self, pass_id: int) -> _Pass | None:
         return self._walking.get(pass_id) or self._waiting.get(pass_id)

@@ -23,7 +23,7 @@ class CudaEvent:
         self.raw.record(stream)
 
     def is_done(self) -> bool:
-        return self.raw.query()
+        return bool(self.raw.query())
 
     def wait(self) -> None:
         try:
@@ -80,7 +80,7 @@ class CudaPageLock:
 
 
 def _cudart() -> Any:
-    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    return torch.cuda.cudart()
 
 
 def _check(code: Any, call: str, nbytes: int) -> None:

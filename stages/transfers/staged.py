@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import anyio
 import attrs
@@ -123,40 +123,26 @@ class _PackingThread:
 
 
 class StagedTransfer:
-    """Packs with ``num_threads`` threads in chunks of ``chunk_bytes``, and copies on ``stream``.
-
-    Holds two chunks of page-locked host memory for each thread.
-
-    :raises DeviceStreamError: if the buffers cannot be page-locked; nothing is held then.
-    """
+    """Packs with a few threads, in chunks, and copies on one stream. Made by `open_staged`."""
 
     name = "staged"
     scratch_bytes = 0
 
     def __init__(
         self,
-        device: Device,
         stream: Stream,
-        crew: ThreadCrew,
-        images: Sequence[BlockImage],
-        *,
-        num_threads: int,
-        chunk_bytes: int,
+        chunks: Mapping[str, Sequence[Chunk]],
+        threads: Sequence[_PackingThread],
+        memory: _LockedMemory,
     ) -> None:
         self._stream = stream
-        self._chunk_bytes = chunk_bytes
-        self._chunks = {image.name: plan_chunks(image.pieces, chunk_bytes) for image in images}
-        size = largest_chunk([image.pieces for image in images], chunk_bytes)
-        self.staging_bytes = size * num_threads * BUFFERS_PER_THREAD
-        memory = allocate_host(self.staging_bytes)
-        self._lock: PageLock | None = device.lock_pages(memory) if self.staging_bytes else None
-        buffers = [_StagingBuffer(memory[i * size : (i + 1) * size]) for i in range(num_threads * BUFFERS_PER_THREAD)]
-        self._threads = [
-            _PackingThread(
-                crew.start(f"streamflow packing {i}"), buffers[i * BUFFERS_PER_THREAD : (i + 1) * BUFFERS_PER_THREAD]
-            )
-            for i in range(num_threads)
-        ]
+        self._chunks = chunks
+        self._threads = threads
+        self._memory = memory
+
+    @property
+    def staging_bytes(self) -> int:
+        return self._memory.memory.numel()
 
     def fetch(self, image: BlockImage, slot: torch.Tensor, after: Sequence[Event]) -> _Packing:
         packing = _Packing(image, self._chunks[image.name], slot, after, self._stream)
@@ -164,6 +150,46 @@ class StagedTransfer:
         return packing
 
     def close(self) -> None:
+        self._memory.release()
+
+
+class _LockedMemory:
+    """Page-locked host memory of exactly ``nbytes``."""
+
+    def __init__(self, device: Device, nbytes: int) -> None:
+        self.memory = allocate_host(nbytes)
+        self._lock: PageLock | None = device.lock_pages(self.memory) if nbytes else None
+
+    def release(self) -> None:
+        """Unlock it. Idempotent."""
         if self._lock is not None:
             self._lock.release()
             self._lock = None
+
+
+async def open_staged(
+    device: Device,
+    stream: Stream,
+    crew: ThreadCrew,
+    images: Sequence[BlockImage],
+    *,
+    num_threads: int,
+    chunk_bytes: int,
+) -> StagedTransfer:
+    """A staged transfer for ``images`` with ``num_threads`` threads of ``crew``, which copies on ``stream``.
+
+    It holds two chunks of page-locked host memory for each thread, until it is closed.
+
+    :raises DeviceStreamError: if they cannot be page-locked; nothing is held then.
+    """
+    size = largest_chunk([image.pieces for image in images], chunk_bytes)
+    total = size * num_threads * BUFFERS_PER_THREAD
+    locked = await crew.call(lambda: _LockedMemory(device, total), undo=_LockedMemory.release, name="page-locking")
+    buffers = [
+        _StagingBuffer(locked.memory[i * size : (i + 1) * size]) for i in range(num_threads * BUFFERS_PER_THREAD)
+    ]
+    threads = [
+        _PackingThread(crew.start(f"streamflow packing {i}"), buffers[i::num_threads]) for i in range(num_threads)
+    ]
+    chunks = {image.name: plan_chunks(image.pieces, chunk_bytes) for image in images}
+    return StagedTransfer(stream, chunks, threads, locked)

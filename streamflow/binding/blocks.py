@@ -1,0 +1,118 @@
+"""Binding blocks to slots: re-pointing ``.data``, so that Parameter objects keep their identity and attributes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from streamflow.binding.inventory import BlockTensors
+from streamflow.binding.poison import Poison
+from streamflow.errors import WeightsChangedError
+from streamflow.stages.images import view_of
+
+
+class BoundBlock:
+    """One block's tensors, their host data, their placeholders, and the views of them made so far."""
+
+    def __init__(self, tensors: BlockTensors, poison: Poison) -> None:
+        self.path = tensors.block.path
+        self.layout = tensors.layout
+        self.names = tuple(owned.name for owned in tensors.tensors)
+        self._tensors = tuple(owned.tensor for owned in tensors.tensors)
+        self._host = tuple(tensor.data for tensor in self._tensors)
+        self._poison = tuple(poison.like(tensor) for tensor in self._tensors)
+        self._views: dict[int, tuple[torch.Tensor, ...]] = {}
+        self._shown: tuple[torch.Tensor, ...] = self._host
+        self._versions = 0
+
+    @property
+    def host(self) -> tuple[torch.Tensor, ...]:
+        """The tensors as they were found, in the order of ``names``."""
+        return self._host
+
+    def identities(self) -> list[tuple[int, str]]:
+        """``id`` and name of each tensor."""
+        return [(id(tensor), name) for tensor, name in zip(self._tensors, self.names, strict=True)]
+
+    def replace_host(self, host: Sequence[torch.Tensor]) -> None:
+        """Take equal tensors elsewhere as the host data; only while these are shown."""
+        self._host = tuple(host)
+        self._show(self._host)
+
+    def show_poison(self) -> None:
+        """Unbind.
+
+        :raises WeightsChangedError: if somebody re-pointed a tensor meanwhile.
+        """
+        self._check_shown()
+        self._show(self._poison)
+
+    def show_slot(self, place: int, buffer: torch.Tensor) -> None:
+        """Bind to ``buffer``, which is always the same for one ``place``.
+
+        :raises WeightsChangedError: if somebody re-pointed a tensor meanwhile.
+        """
+        self._check_shown()
+        views = self._views.get(place)
+        if views is None:
+            views = self._views[place] = tuple(view_of(buffer, view) for view in self.layout.views)
+        self._show(views)
+
+    def show_host(self) -> None:
+        """Show the tensors as they were found."""
+        self._show(self._host)
+        self._views.clear()
+
+    def _show(self, data: Sequence[torch.Tensor]) -> None:
+        self._shown = tuple(data)
+        for tensor, shown in zip(self._tensors, self._shown, strict=True):
+            tensor.data = shown
+
+    def _check_shown(self) -> None:
+        for name, tensor, shown in zip(self.names, self._tensors, self._shown, strict=True):
+            if tensor.data_ptr() != shown.data_ptr():
+                raise WeightsChangedError(name, "re-pointed")
+
+    def requires_grad(self) -> bool:
+        """Whether one of the tensors asks for gradients."""
+        return any(tensor.requires_grad for tensor in self._tensors)
+
+    def versions(self) -> int:
+        """A number that grows with every write through one of the tensors."""
+        return sum(tensor._version for tensor in self._tensors)
+
+    def check_unwritten(self, versions: int) -> None:
+        """Return if nothing was written since `versions` returned this.
+
+        :raises WeightsChangedError: if something was.
+        """
+        if self.versions() != versions:
+            raise WeightsChangedError(self.path, "written")
+
+
+class BlockBinder:
+    """The engine's binder over a model's blocks, by their index."""
+
+    def __init__(self, blocks: Sequence[BoundBlock]) -> None:
+        self.blocks = tuple(blocks)
+
+    def bind(self, block: int, place: int, buffer: torch.Tensor) -> None:
+        self.blocks[block].show_slot(place, buffer)
+
+    def unbind(self, block: int) -> None:
+        self.blocks[block].show_poison()
+
+    def locate(self) -> dict[int, tuple[int, str]]:
+        """Block and name of each streamed tensor, by the tensor's ``id``."""
+        return {key: (i, name) for i, block in enumerate(self.blocks) for key, name in block.identities()}
+
+    def show_poison(self) -> None:
+        """Unbind all: the weights are in nobody's reach until a slot has them."""
+        for block in self.blocks:
+            block.show_poison()
+
+    def show_host(self) -> None:
+        """Show every block's tensors as they were found, whatever they show now."""
+        for block in self.blocks:
+            block.show_host()

@@ -1,0 +1,56 @@
+"""Coming between a caller and a module, outside of whatever `torch.compile` made of the module.
+
+``module(...)`` looks at the instance for a compiled ``__call__`` before it runs its hooks and ``forward``. That is where
+we stand: hooks of users and compiled code run inside, so no graph ever sees us, and none is compiled again when a
+tensor is re-pointed. A direct ``module.forward(...)`` is met by a second guard, which a compiler does not trace.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+#: Runs a call: it gets the original callable and its arguments, and returns what that returns.
+Around = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+
+_COMPILED_CALL = "_compiled_call_impl"
+
+
+class Interception:
+    """Lets ``around`` run every call of ``module``; `remove` undoes it. ``around`` must allow for calls within calls."""
+
+    def __init__(self, module: nn.Module, around: Around) -> None:
+        self._module = module
+        self._around = around
+        self._found = {key: module.__dict__[key] for key in (_COMPILED_CALL, "forward") if key in module.__dict__}
+
+    def install(self) -> None:
+        """Stand between from now on."""
+        original_call = self._module._compiled_call_impl or self._module._call_impl
+        original_forward = self._module.forward
+        around = self._around
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return around(original_call, args, kwargs)
+
+        @functools.wraps(original_forward)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling():
+                return original_forward(*args, **kwargs)
+            return around(original_forward, args, kwargs)
+
+        # past nn.Module.__setattr__: a compiled wrapper would hand the attribute on to what it wraps
+        object.__setattr__(self._module, _COMPILED_CALL, call)
+        object.__setattr__(self._module, "forward", forward)
+
+    def remove(self) -> None:
+        """Leave the module as it was found. Idempotent."""
+        for key in (_COMPILED_CALL, "forward"):
+            if key in self._found:
+                object.__setattr__(self._module, key, self._found[key])
+            else:
+                self._module.__dict__.pop(key, None)

@@ -1,0 +1,185 @@
+"""The options of an offload: each validated, all problems in one error, unknown ones refused."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Mapping
+from typing import Any, Literal, get_args
+
+import attrs
+import torch
+
+from streamflow.errors import ConfigurationError
+from streamflow.plan import OffloadPlan
+
+Transfer = Literal["auto", "direct", "staged"]
+ResidentPlacement = Literal["spread", "leading"]
+#: ``resident_blocks`` for: every block.
+ALL = "all"
+
+
+def default_packing_threads() -> int:
+    """Threads that pack pageable memory: all cores but the two of the loop and the compute thread, 1 to 16."""
+    return max(1, min(16, len(os.sched_getaffinity(0)) - 2))
+
+
+@attrs.frozen(kw_only=True)
+class OffloadConfig:
+    """How a model is streamed. Frozen; every field is an option.
+
+    Attributes:
+        window_blocks: device slots of the window, at least 1; 2 hides the transfer behind the compute.
+        resident_blocks: blocks that stay on the device: a number, ``"all"``, or None for none (or as many as
+            ``resident_bytes`` allows). Only blocks that the plan calls resident-eligible count.
+        resident_bytes: device bytes that resident blocks may take; None: no byte limit.
+        resident_placement: ``"spread"`` puts residents evenly between streamed blocks, which keeps the link busy while
+            they compute; ``"leading"`` takes the first ones.
+        transfer: ``"direct"`` needs page-locked memory or a host device, ``"staged"`` packs from pageable memory;
+            ``"auto"`` takes direct where it can.
+        pin_host_memory: page-lock private images of the blocks, of exactly their size, so that the transfer can be
+            direct; False streams staged from pageable memory. Without effect on a host device.
+        packing_threads: threads of the staged transfer; None: by the number of cores, at most 16.
+        staging_chunk_bytes: what one packing thread packs and copies at a time; each thread has two buffers of it.
+        run_ahead_blocks: how far, in blocks, the host may run ahead of the device; None: 2 x window + 2.
+        device: where blocks compute, e.g. ``"cuda:0"`` or ``"cpu"``; None: cuda where there is one, else cpu.
+        plan: the stacks and their residents, declared; None: taken from the model or discovered.
+        tensor_parallel_size, hsdp, online_quantization: how the weights were loaded, as far as it decides whether a
+            checkpoint can be streamed as it lies in its files.
+        poison_freed_slots: fill a slot before it is refilled; for tests.
+
+    :raises ConfigurationError: if an option or a combination is not usable; it lists every problem.
+    """
+
+    window_blocks: int = 2
+    resident_blocks: int | Literal["all"] | None = None
+    resident_bytes: int | None = None
+    resident_placement: ResidentPlacement = "spread"
+    transfer: Transfer = "auto"
+    pin_host_memory: bool = True
+    packing_threads: int | None = None
+    staging_chunk_bytes: int = 8 << 20
+    run_ahead_blocks: int | None = None
+    device: str | torch.device | None = None
+    plan: OffloadPlan | None = None
+    tensor_parallel_size: int = 1
+    hsdp: bool = False
+    online_quantization: str | None = None
+    poison_freed_slots: bool = False
+
+    def __attrs_post_init__(self) -> None:
+        problems = list(_problems(self))
+        if problems:
+            raise ConfigurationError(problems)
+
+    @classmethod
+    def from_mapping(cls, options: Mapping[str, Any]) -> OffloadConfig:
+        """The configuration with these options, the rest at their defaults.
+
+        :raises ConfigurationError: if an option is unknown (the nearest name is suggested) or not usable.
+        """
+        known = [field.name for field in attrs.fields(cls)]
+        unknown = [name for name in options if name not in known]
+        if unknown:
+            raise ConfigurationError([_unknown(name, known) for name in unknown])
+        return cls(**options)
+
+    def effective(self) -> dict[str, Any]:
+        """Every option with its default filled in, in plain values fit for printing and JSON."""
+        values = {field.name: getattr(self, field.name) for field in attrs.fields(type(self))}
+        values["device"] = str(self.torch_device())
+        values["packing_threads"] = self.effective_packing_threads
+        if self.run_ahead_blocks is None:
+            values["run_ahead_blocks"] = 2 * self.window_blocks + 2
+        values["plan"] = None if self.plan is None else attrs.asdict(self.plan)
+        return values
+
+    @property
+    def effective_packing_threads(self) -> int:
+        """``packing_threads`` with its default filled in."""
+        return default_packing_threads() if self.packing_threads is None else self.packing_threads
+
+    def torch_device(self) -> torch.device:
+        """``device`` with its default filled in."""
+        if self.device is None:
+            return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return torch.device(self.device)
+
+
+def _unknown(name: str, known: list[str]) -> str:
+    near = difflib.get_close_matches(str(name), known, n=1)
+    meant = f"did you mean {near[0]!r}?" if near else f"known options: {', '.join(known)}"
+    return f"there is no option {name!r}; {meant}"
+
+
+def _problems(config: OffloadConfig) -> list[str]:
+    found = [
+        _not_an_int("window_blocks", config.window_blocks, minimum=1),
+        _not_an_int("staging_chunk_bytes", config.staging_chunk_bytes, minimum=256),
+        _not_an_int("tensor_parallel_size", config.tensor_parallel_size, minimum=1),
+        _not_an_int("packing_threads", config.packing_threads, minimum=1, optional=True),
+        _not_an_int("run_ahead_blocks", config.run_ahead_blocks, minimum=1, optional=True),
+        _not_an_int("resident_bytes", config.resident_bytes, minimum=0, optional=True),
+        None if config.resident_blocks == ALL else _not_resident_count(config.resident_blocks),
+        _not_one_of("resident_placement", config.resident_placement, get_args(ResidentPlacement)),
+        _not_one_of("transfer", config.transfer, get_args(Transfer)),
+        *(_not_a_bool(name, getattr(config, name)) for name in ("pin_host_memory", "hsdp", "poison_freed_slots")),
+        _not_a_string("online_quantization", config.online_quantization),
+        _not_a_plan(config.plan),
+        *_device_problems(config),
+    ]
+    return [problem for problem in found if problem is not None]
+
+
+def _not_an_int(name: str, value: Any, *, minimum: int, optional: bool = False) -> str | None:
+    if optional and value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int):
+        return f"{name} must be an integer{' or None' if optional else ''}, not {value!r}"
+    return f"{name} is {value} but must be at least {minimum}" if value < minimum else None
+
+
+def _not_resident_count(value: Any) -> str | None:
+    problem = _not_an_int("resident_blocks", value, minimum=0, optional=True)
+    return problem if problem is None else f"{problem} (or {ALL!r})"
+
+
+def _not_one_of(name: str, value: Any, allowed: tuple[str, ...]) -> str | None:
+    return None if value in allowed else f"{name} must be one of {', '.join(map(repr, allowed))}, not {value!r}"
+
+
+def _not_a_bool(name: str, value: Any) -> str | None:
+    return None if isinstance(value, bool) else f"{name} must be True or False, not {value!r}"
+
+
+def _not_a_string(name: str, value: Any) -> str | None:
+    return None if value is None or isinstance(value, str) else f"{name} must be a name or None, not {value!r}"
+
+
+def _not_a_plan(value: Any) -> str | None:
+    return None if value is None or isinstance(value, OffloadPlan) else f"plan must be an OffloadPlan, not {value!r}"
+
+
+def _device_problems(config: OffloadConfig) -> list[str | None]:
+    try:
+        device = config.torch_device()
+    except (RuntimeError, TypeError) as failure:
+        return [f"device {config.device!r} is not a device that torch knows: {failure}"]
+    if device.type not in ("cpu", "cuda"):
+        return [f"device {device} is not supported: use 'cpu', 'cuda' or 'cuda:N'"]
+    if device.type == "cuda":
+        return [_cuda_problem(device), _direct_problem(config)]
+    return []
+
+
+def _cuda_problem(device: torch.device) -> str | None:
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if (device.index or 0) >= count:
+        return f"device {device} is not there: torch sees {count} CUDA devices; use device='cpu' or fix the driver"
+    return None
+
+
+def _direct_problem(config: OffloadConfig) -> str | None:
+    if config.transfer == "direct" and not config.pin_host_memory:
+        return "transfer='direct' needs page-locked memory, which pin_host_memory=False forbids"
+    return None

@@ -1,0 +1,103 @@
+"""Errors that users of the library meet, by who is at fault. The engine's own are in `streamflow.stages.errors`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from streamflow.stages.errors import StreamflowError
+
+
+class ConfigurationError(StreamflowError, ValueError):
+    """Options that are wrong by themselves or together; ``problems`` has all of them."""
+
+    def __init__(self, problems: Sequence[str]) -> None:
+        self.problems = tuple(problems)
+        super().__init__("the offload configuration is not usable:" + "".join(f"\n- {text}" for text in problems))
+
+
+class PlanError(StreamflowError, ValueError):
+    """No blocks can be streamed as asked; ``candidates`` are the paths that could have been meant."""
+
+    def __init__(self, problem: str, candidates: Sequence[str] = ()) -> None:
+        self.candidates = tuple(candidates)
+        listed = f"; block lists in this model: {', '.join(candidates)}" if candidates else ""
+        super().__init__(problem + listed)
+
+
+class UnsupportedModelError(StreamflowError, TypeError):
+    """Something in the model cannot be streamed exactly; ``name`` says where it is."""
+
+    def __init__(self, name: str, reason: str, fix: str) -> None:
+        self.name, self.reason, self.fix = name, reason, fix
+        super().__init__(f"{name}: {reason}; {fix}")
+
+
+class AlreadyAttachedError(StreamflowError, RuntimeError):
+    """The module, or a part of it, is streamed by an offload already."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        super().__init__(f"{name} is attached to an open offload already; close that one first")
+
+
+class RefusedWhileAttachedError(StreamflowError, RuntimeError):
+    """An operation that would read or write weights which are not there while the module is streamed."""
+
+    def __init__(self, operation: str, name: str) -> None:
+        self.operation, self.name = operation, name
+        super().__init__(
+            f"{operation} of {name} is refused while it is streamed: most of its weights are not on the device; "
+            "do it before opening the offload or after closing it (state_dict() works at any time)"
+        )
+
+
+class WeightsChangedError(StreamflowError, RuntimeError):
+    """A streamed tensor was written or replaced while attached: the change would be lost with its slot."""
+
+    def __init__(self, name: str, how: str) -> None:
+        self.name, self.how = name, how
+        super().__init__(
+            f"{name} was {how} while it is streamed, which would be lost with its slot; change weights before "
+            "opening the offload, or keep the tensor on the device (a resident block, or a non-persistent buffer)"
+        )
+
+
+class GradientError(StreamflowError, RuntimeError):
+    """A streamed block was entered with gradients enabled: its weights would be gone before the backward."""
+
+    def __init__(self, block: str) -> None:
+        self.block = block
+        super().__init__(
+            f"{block} is streamed and was called with gradients enabled and something that requires them; its slot "
+            "is reused before a backward could run: call the model under torch.no_grad() or torch.inference_mode()"
+        )
+
+
+class LoopThreadError(StreamflowError, RuntimeError):
+    """A forward was called on the event loop's own thread, which has to stay free to move the blocks."""
+
+    def __init__(self, component: str) -> None:
+        self.component = component
+        super().__init__(
+            f"{component} was called on the thread of the offload's event loop, which would wait for itself; "
+            "use `await offload.run(model, ...)`, or `with streamflow.offload(model)` where there is no loop"
+        )
+
+
+class CheckpointUnusableError(StreamflowError, ValueError):
+    """A checkpoint can neither be streamed nor loaded; ``code`` and ``reason`` say why it cannot be streamed."""
+
+    def __init__(self, path: str, code: str, reason: str, problem: str) -> None:
+        self.path, self.code, self.reason, self.problem = path, code, reason, problem
+        super().__init__(f"{path}: {problem}; it cannot be streamed directly either ({code}: {reason})")
+
+
+class HostMemoryError(StreamflowError, MemoryError):
+    """Host memory for the block images does not fit under the machine's or the cgroup's limit."""
+
+    def __init__(self, wanted: int, available: int) -> None:
+        self.wanted, self.available = wanted, available
+        super().__init__(
+            f"{wanted:,} bytes of page-locked host memory are needed and {available:,} are available; "
+            "set pin_host_memory=False to stream from pageable memory"
+        )

@@ -1,0 +1,221 @@
+"""`open_offload`: from a loaded module to one that streams, and back."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from typing import Any
+
+from torch import nn
+
+from streamflow.attachment import Interceptions, attach
+from streamflow.binding.blocks import BoundBlock
+from streamflow.binding.inventory import Inventory, take_inventory
+from streamflow.binding.poison import Poison
+from streamflow.config import ALL, OffloadConfig
+from streamflow.discovery import find_blocks
+from streamflow.errors import ConfigurationError
+from streamflow.residency import choose_residents
+from streamflow.runtime.admission import Admission
+from streamflow.runtime.component import StreamedComponent
+from streamflow.runtime.offload import ModelSizes, Offload
+from streamflow.runtime.statistics import TransferChoice
+from streamflow.stages.devices.base import Device, Stream
+from streamflow.stages.devices.cpu import CpuDevice
+from streamflow.stages.devices.cuda import CudaDevice
+from streamflow.stages.opening import EngineOptions, open_engine
+from streamflow.stages.threads import ThreadCrew, open_threads
+from streamflow.stages.transfers.base import Transfer
+from streamflow.stages.transfers.direct import DirectTransfer
+from streamflow.stages.transfers.staged import open_staged
+from streamflow.support import check_model
+from streamflow.transfer_choice import ChosenTransfer, choose_transfer
+from streamflow.weights.source import ModuleSource, WeightSource
+
+#: Makes the source once the blocks are known.
+MakeSource = Callable[[Inventory, tuple[BoundBlock, ...], Device], WeightSource]
+
+
+@asynccontextmanager
+async def open_offload(
+    model: nn.Module, config: OffloadConfig | Mapping[str, Any] | None = None, *, device: Device | None = None
+) -> AsyncIterator[Offload]:
+    """Streams ``model`` while the context is open; its outputs are byte-identical to those of the resident model.
+
+    ``model`` must lie on the host, loaded. While it is attached its blocks' weights are in no fixed place: reading them
+    gives poison, ``state_dict()`` gives the real bytes, and what would move or change them is refused. Leaving stops
+    running requests at their next block boundary and leaves the model as it was: the same Parameter objects over the
+    same values (in other host memory where images were page-locked).
+
+    ``config`` may be a mapping of options; None is all defaults. ``device`` replaces the backend that
+    ``config.device`` names, for modelled hardware.
+
+    :raises ConfigurationError: if options are not usable, before anything is touched.
+    :raises PlanError: if no blocks are found; it lists what could be meant.
+    :raises UnsupportedModelError: if the model is none, or holds tensors that cannot be re-pointed exactly.
+    :raises AlreadyAttachedError: if the model, or a part of it, is attached already.
+    :raises DeviceMemoryError: if window, residents and fixed tensors do not fit on the device.
+    :raises HostMemoryError: if page-locked images do not fit on the host.
+    """
+    config = effective_config(config)
+    check_model(model)
+    async with open_module(model, config, "the model was loaded already", device) as offload:
+        yield offload
+
+
+@asynccontextmanager
+async def open_module(
+    model: nn.Module, config: OffloadConfig, reason: str, device: Device | None
+) -> AsyncIterator[Offload]:
+    """`open_offload` with the module source, for which ``reason`` is given."""
+
+    def make_source(inventory: Inventory, blocks: tuple[BoundBlock, ...], backend: Device) -> WeightSource:
+        pin = config.pin_host_memory and config.transfer != "staged" and not backend.is_host
+        return ModuleSource(inventory, blocks, reason, config.effective_packing_threads if pin else None)
+
+    inventory = take_inventory(model, find_blocks(model, config.plan))
+    async with open_with_source(model, inventory, config, make_source, device) as offload:
+        yield offload
+
+
+def effective_config(config: OffloadConfig | Mapping[str, Any] | None) -> OffloadConfig:
+    """``config`` as an `OffloadConfig`.
+
+    :raises ConfigurationError: if options are not usable.
+    """
+    if isinstance(config, OffloadConfig):
+        return config
+    if config is not None and not isinstance(config, Mapping):
+        raise ConfigurationError([f"config must be an OffloadConfig, a mapping of options or None, not {config!r}"])
+    return OffloadConfig.from_mapping(config or {})
+
+
+@asynccontextmanager
+async def open_with_source(
+    model: nn.Module, inventory: Inventory, config: OffloadConfig, make_source: MakeSource, device: Device | None
+) -> AsyncIterator[Offload]:
+    """`open_offload` with any source: the steps in order, each undone on the way back."""
+    backend = device if device is not None else make_device(config)
+    residents = _residents(inventory, config)
+    poison = Poison(backend.torch_device)
+    bound = tuple(BoundBlock(tensors, poison) for tensors in inventory.blocks)
+    async with open_threads() as crew:
+        await backend.open(crew)
+        source = make_source(inventory, bound, backend)
+        try:
+            async with _open_attached(model, inventory, bound, residents, source, backend, crew, config) as offload:
+                yield offload
+            offload.mark_closed()
+        finally:
+            await crew.call_through(source.release)
+            backend.close()
+
+
+@asynccontextmanager
+async def _open_attached(
+    model: nn.Module,
+    inventory: Inventory,
+    bound: tuple[BoundBlock, ...],
+    residents: tuple[int, ...],
+    source: WeightSource,
+    device: Device,
+    crew: ThreadCrew,
+    config: OffloadConfig,
+) -> AsyncIterator[Offload]:
+    name = type(model).__name__
+    async with attach(model, name, inventory, bound, source, device, crew) as attachment:
+        chosen = _choose_transfer(config, device, source)
+        async with open_engine(
+            device=device,
+            crew=crew,
+            images=source.images,
+            residents=residents,
+            options=EngineOptions(
+                window_slots=config.window_blocks,
+                run_ahead_blocks=config.run_ahead_blocks,
+                poison_freed_slots=config.poison_freed_slots,
+            ),
+            open_transfer=_transfer_opener(chosen, source, config),
+            binder=attachment.binder,
+        ) as engine:
+            admission = Admission(engine.places)
+            component = StreamedComponent(name, engine, bound, device, admission)
+            modules = [tensors.block.module for tensors in inventory.blocks]
+            interceptions = Interceptions(model, modules, component)
+            offload = Offload(
+                config=config,
+                device=device,
+                engine=engine,
+                component=component,
+                admission=admission,
+                choice=TransferChoice(source.name, source.reason, chosen.name, chosen.reason),
+                sizes=_sizes(inventory, len(residents), attachment.fixed.nbytes, source),
+            )
+            try:
+                interceptions.install()
+                yield offload
+            finally:
+                await offload.drain()
+                interceptions.remove()
+
+
+def make_device(config: OffloadConfig) -> Device:
+    """The backend that the configuration names."""
+    device = config.torch_device()
+    return CudaDevice(device) if device.type == "cuda" else CpuDevice()
+
+
+def _residents(inventory: Inventory, config: OffloadConfig) -> tuple[int, ...]:
+    asked = config.resident_blocks
+    count = len(inventory.blocks) if isinstance(asked, str) else asked
+    eligible = [tensors.block.resident_eligible for tensors in inventory.blocks]
+    if count is not None and count > sum(eligible):
+        raise ConfigurationError(
+            [f"resident_blocks is {count} but the model has {sum(eligible)} resident-eligible blocks; use {ALL!r}"]
+        )
+    return choose_residents(
+        [tensors.layout.nbytes for tensors in inventory.blocks],
+        eligible,
+        count=count,
+        budget_bytes=config.resident_bytes,
+        spread=config.resident_placement == "spread",
+    )
+
+
+def _choose_transfer(config: OffloadConfig, device: Device, source: WeightSource) -> ChosenTransfer:
+    return choose_transfer(
+        config.transfer,
+        device_is_host=device.is_host,
+        page_locked=all(image.page_locked for image in source.images.values()),
+        why_not_locked=f"the {source.name} source is pageable memory (pin_host_memory={config.pin_host_memory})",
+    )
+
+
+def _transfer_opener(
+    chosen: ChosenTransfer, source: WeightSource, config: OffloadConfig
+) -> Callable[[Device, Stream, ThreadCrew], Any]:
+    async def open_transfer(device: Device, stream: Stream, crew: ThreadCrew) -> Transfer:
+        if chosen.name == "direct":
+            return DirectTransfer(stream)
+        return await open_staged(
+            device,
+            stream,
+            crew,
+            list(source.images.values()),
+            num_threads=config.effective_packing_threads,
+            chunk_bytes=config.staging_chunk_bytes,
+        )
+
+    return open_transfer
+
+
+def _sizes(inventory: Inventory, num_residents: int, fixed_bytes: int, source: WeightSource) -> ModelSizes:
+    owned = [*inventory.fixed, *(tensor for block in inventory.blocks for tensor in block.tensors)]
+    return ModelSizes(
+        num_blocks=len(inventory.blocks),
+        num_resident_blocks=num_residents,
+        model_bytes=sum(tensor.tensor.numel() * tensor.tensor.element_size() for tensor in owned),
+        block_bytes=inventory.streamable_bytes,
+        fixed_bytes=fixed_bytes,
+        host_image_bytes=source.host_image_bytes,
+    )

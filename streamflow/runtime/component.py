@@ -1,0 +1,137 @@
+"""The streamed component: what happens around its forward, and around the forward of each of its blocks."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from streamflow.binding.blocks import BoundBlock
+from streamflow.errors import GradientError, LoopThreadError
+from streamflow.runtime.admission import Admission
+from streamflow.stages.devices.base import Device, Stream
+from streamflow.stages.engine import Engine
+from streamflow.stages.errors import EngineClosedError, StopForward
+from streamflow.stages.passes import Pass
+from streamflow.stages.places import Place
+
+
+class _ThreadState(threading.local):
+    """What the current thread is doing here."""
+
+    place: Place | None = None
+    current: Pass | None = None
+    block: int | None = None
+
+
+class StreamedComponent:
+    """Runs passes. A call comes from a request's place, or from any other thread that then occupies one for the pass."""
+
+    def __init__(
+        self, name: str, engine: Engine, blocks: Sequence[BoundBlock], device: Device, admission: Admission
+    ) -> None:
+        self._name = name
+        self._engine = engine
+        self._blocks = blocks
+        self._device = device
+        self._admission = admission
+        self._loop_thread = threading.get_ident()
+        self._state = _ThreadState()
+        self._last_callers: dict[int, Stream] = {}
+
+    @contextmanager
+    def request_in(self, place: Place, caller: Stream) -> Iterator[None]:
+        """The calling thread works for a request in ``place``, on its stream, after what ``caller`` had queued."""
+        self._state.place = place
+        previous = self._last_callers.get(place.index)
+        self._last_callers[place.index] = caller
+        try:
+            for stream in (previous, caller):
+                if stream is not None:  # results of the last request may still be read on its caller's stream
+                    place.stream.wait(stream.record())
+            with place.stream.activate():
+                yield
+        finally:
+            self._state.place = None
+
+    def run_forward(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A forward of the component: one pass."""
+        if self._state.current is not None:
+            return call(*args, **kwargs)
+        return self._run_pass(lambda: call(*args, **kwargs), whole=True)
+
+    def run_block(self, index: int, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A forward of a block: within its component's pass, or as a pass of its own."""
+        if self._state.block == index:
+            return call(*args, **kwargs)
+        if self._state.current is None:
+            return self._run_pass(lambda: self._enter(index, call, args, kwargs), whole=False)
+        return self._enter(index, call, args, kwargs)
+
+    def _run_pass(self, work: Callable[[], Any], *, whole: bool) -> Any:
+        if self._state.place is not None:
+            return self._pass_in(self._state.place, work, whole)
+        if threading.get_ident() == self._loop_thread:
+            raise LoopThreadError(self._name)
+        return self._run_from_outside(work, whole)
+
+    def _run_from_outside(self, work: Callable[[], Any], whole: bool) -> Any:
+        """A pass of a thread that is no request: it occupies a place, and its own stream goes on after the pass."""
+        place = self._admission.acquire_blocking()
+        try:
+            caller = self._device.caller_stream()
+            try:
+                with self.request_in(place, caller):
+                    return self._pass_in(place, work, whole)
+            except StopForward:  # only closing stops a thread that is no request
+                raise EngineClosedError from None
+            finally:
+                caller.wait(place.stream.record())
+        finally:
+            place.mailbox.reset()
+            self._admission.release(place)
+
+    def _pass_in(self, place: Place, work: Callable[[], Any], whole: bool) -> Any:
+        begun = self._engine.begin_pass(place)
+        self._state.current = begun
+        completed = False
+        try:
+            result = work()
+            completed = whole
+            return result
+        finally:
+            self._state.current = None
+            begun.end(completed=completed)
+
+    def _enter(self, index: int, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        begun, block = self._state.current, self._blocks[index]
+        if begun is None:
+            raise RuntimeError(f"{block.path} was entered outside a pass")
+        if torch.is_grad_enabled():
+            self._check_no_gradients(block, args, kwargs)
+        started = time.thread_time()
+        begun.enter(index)
+        self._state.block = index
+        hooks_cpu_s = 0.0
+        try:
+            versions = block.versions()
+            hooks_cpu_s = time.thread_time() - started
+            result = call(*args, **kwargs)
+            started = time.thread_time()
+            block.check_unwritten(versions)
+        finally:
+            self._state.block = None
+            begun.leave(index)
+        begun.count_hooks(hooks_cpu_s + time.thread_time() - started)
+        begun.keep_pace()
+        return result
+
+    def _check_no_gradients(self, block: BoundBlock, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        inputs: Iterable[Any] = pytree.tree_leaves((args, kwargs))
+        if block.requires_grad() or any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in inputs):
+            raise GradientError(f"{self._name}.{block.path}")

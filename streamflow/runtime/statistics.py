@@ -1,0 +1,40 @@
+"""What an offload is and did, as a frozen snapshot."""
+
+from __future__ import annotations
+
+import attrs
+
+from streamflow.stages.statistics import EngineStatistics
+
+
+@attrs.frozen
+class TransferChoice:
+    """The source of the blocks and the transfer, each with the reason."""
+
+    source: str
+    source_reason: str
+    transfer: str
+    transfer_reason: str
+
+
+@attrs.frozen
+class OffloadStatistics:
+    """A snapshot of an offload. Bytes are bytes, times are seconds of host time.
+
+    ``model_bytes``: all weights of the model. ``fixed_bytes``: device bytes of what is outside the blocks (0 on a host
+    device, where it stays in place). ``host_image_bytes``: private host memory that streamflow itself holds for the
+    blocks. ``num_running`` and ``num_waiting`` are requests.
+    """
+
+    state: str
+    device: str
+    choice: TransferChoice
+    num_blocks: int
+    num_resident_blocks: int
+    model_bytes: int
+    block_bytes: int
+    fixed_bytes: int
+    host_image_bytes: int
+    num_running: int
+    num_waiting: int
+    engine: EngineStatistics

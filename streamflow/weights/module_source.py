@@ -1,0 +1,108 @@
+"""The module as a source: block images over the tensors that the ordinary loader left in it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+
+import anyio
+import torch
+
+from streamflow.binding.blocks import BoundBlock
+from streamflow.binding.inventory import region_bytes
+from streamflow.errors import HostMemoryError
+from streamflow.host_limits import available_host_bytes
+from streamflow.stages.devices.base import Device, PageLock
+from streamflow.stages.host_memory import allocate_host
+from streamflow.stages.images import BlockImage, MemoryPiece, memory_image, view_of
+from streamflow.stages.threads import ThreadCrew
+
+
+def module_images(blocks: Sequence[BoundBlock]) -> dict[int, BlockImage]:
+    """Images whose pieces are the module's own tensors; no byte is copied. Valid while these tensors are unchanged."""
+    return {index: _tensor_image(block) for index, block in enumerate(blocks)}
+
+
+def _tensor_image(block: BoundBlock) -> BlockImage:
+    return BlockImage(block.path, block.layout, _pieces(block))
+
+
+def _pieces(block: BoundBlock) -> tuple[MemoryPiece, ...]:
+    host = dict(zip(block.names, block.host, strict=True))
+    return tuple(
+        MemoryPiece(region.offset_bytes, region_bytes(region, host[region.names[0]]))
+        for region in block.layout.regions
+        if region.nbytes
+    )
+
+
+class PinnedImages:
+    """Private images of the blocks, page-locked at exactly their size.
+
+    `pack` copies block by block and lets each block's tensors show its image at once, so that the host holds the model
+    and a few blocks at most. The images stay the module's host memory after `release`, which only unlocks them: a
+    failed or cancelled `pack` leaves equal weights in the module too.
+    """
+
+    def __init__(self, device: Device, blocks: Sequence[BoundBlock]) -> None:
+        self._device = device
+        self._blocks = blocks
+        self._locks: list[PageLock] = []
+        self._images: dict[int, BlockImage] = {}
+
+    @property
+    def images(self) -> Mapping[int, BlockImage]:
+        """The images packed so far, by block."""
+        return self._images
+
+    async def pack(self, crew: ThreadCrew, num_threads: int) -> None:
+        """Make all images. Cancellable between blocks.
+
+        :raises HostMemoryError: if a block's image does not fit.
+        :raises DeviceStreamError: if the device refuses to lock its pages.
+        """
+        failures: list[Exception] = []
+        indices = itertools.count()
+
+        def work() -> None:
+            for index in indices:
+                if index >= len(self._blocks) or failures or cancelled:
+                    return
+                try:
+                    self._pack_block(index)
+                except Exception as failure:
+                    failures.append(failure)
+
+        cancelled: list[bool] = []
+        try:
+            async with anyio.create_task_group() as packers:
+                for _ in range(num_threads):
+                    packers.start_soon(crew.call, work)
+        except BaseException:
+            cancelled.append(True)
+            raise
+        if failures:
+            raise failures[0]
+
+    def _pack_block(self, index: int) -> None:
+        block = self._blocks[index]
+        available = available_host_bytes()
+        if available is not None and block.layout.nbytes > available:
+            raise HostMemoryError(block.layout.nbytes, available)
+        memory = allocate_host(block.layout.nbytes)
+        for piece in _pieces(block):
+            piece.read_into(memory.data_ptr() + piece.offset_bytes, 0, piece.nbytes)
+        if block.layout.nbytes:
+            self._locks.append(self._device.lock_pages(memory))
+        self._images[index] = memory_image(block.path, block.layout, memory, page_locked=True)
+        with torch.inference_mode(False):
+            block.replace_host([view_of(memory, view) for view in block.layout.views])
+
+    def release(self) -> None:
+        """Unlock the pages; what the device refuses to unlock stays and can be tried again. Idempotent.
+
+        :raises DeviceStreamError: if the device refuses.
+        """
+        while self._locks:
+            self._locks[-1].release()
+            self._locks.pop()

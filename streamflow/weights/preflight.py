@@ -1,0 +1,83 @@
+"""Decide whether a checkpoint can be the source of a module's weights. Pure: reads no tensor, changes nothing.
+
+The answer is a plan only where it is proven that loading the module the ordinary way would give the same bytes: each
+parameter and persistent buffer has exactly one source of its own shape and dtype, and no tensor of the checkpoint is
+left over. Anything else is a fallback with a code and the reasons.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
+
+from streamflow.weights.adapters import CheckpointAdapter, RenameAdapter, TransformAdapter
+from streamflow.weights.checkpoint_plan import CheckpointFallback, CheckpointPlan, FallbackCode, Needed
+from streamflow.weights.safetensors_header import TensorEntry
+from streamflow.weights.source_matching import SameBytes, SourceMatcher, some
+from streamflow.weights.topology import WeightTopology
+
+
+def preflight(
+    needed: Sequence[Needed],
+    entries: Mapping[str, TensorEntry],
+    adapters: Iterable[CheckpointAdapter] = (),
+    topology: WeightTopology | None = None,
+    *,
+    same_bytes: SameBytes | None = None,
+) -> CheckpointPlan | CheckpointFallback:
+    """A plan that covers all of ``needed`` and all of ``entries``, or why there is none.
+
+    ``entries`` are the checkpoint's tensors by name. Tied weights need one name in the file; where the file has several
+    of a tensor's names, ``same_bytes`` must prove that they agree (None, or no proof: a fallback). ``topology`` None
+    means one rank and no conversion.
+
+    :raises ValueError: if ``needed`` names a tensor twice.
+    :raises TypeError: if one of ``adapters`` is not a checkpoint adapter.
+    """
+    topology = topology if topology is not None else WeightTopology()
+    adapters = tuple(adapters)
+    _check_adapters(adapters)
+    _check_distinct(needed)
+    unsupported = _unsupported(topology)
+    if unsupported is not None:
+        return unsupported
+    matcher = SourceMatcher(entries, adapters, same_bytes)
+    assignments = {name: found for tensor in needed if (found := matcher.assign(tensor)) for name in tensor.names}
+    problems = (*matcher.problems, *matcher.leftovers())
+    if problems:
+        return CheckpointFallback(FallbackCode.CHECKPOINT_PLAN_INCOMPATIBLE, some(problems, "; "), problems)
+    return CheckpointPlan(MappingProxyType(assignments))
+
+
+def _check_adapters(adapters: Iterable[object]) -> None:
+    for adapter in adapters:
+        if not isinstance(adapter, (RenameAdapter, TransformAdapter)):
+            raise TypeError(f"a RenameAdapter or a TransformAdapter is expected, not {adapter!r}")
+
+
+def _check_distinct(needed: Iterable[Needed]) -> None:
+    seen: set[str] = set()
+    for name in (name for tensor in needed for name in tensor.names):
+        if name in seen:
+            raise ValueError(f"the module's tensor {name!r} is listed twice; list tied names once, as aliases")
+        seen.add(name)
+
+
+def _unsupported(topology: WeightTopology) -> CheckpointFallback | None:
+    def fallback(code: FallbackCode, problem: str) -> CheckpointFallback:
+        return CheckpointFallback(code, problem, (problem,))
+
+    if topology.tensor_parallel_size > 1:
+        size = topology.tensor_parallel_size
+        return fallback(
+            FallbackCode.UNSUPPORTED_TP, f"each of {size} tensor-parallel ranks holds a part of what the files hold"
+        )
+    if topology.hsdp:
+        return fallback(FallbackCode.UNSUPPORTED_HSDP, "HSDP shards the parameters after loading")
+    if topology.online_quantization is not None:
+        method = topology.online_quantization
+        return fallback(
+            FallbackCode.UNSUPPORTED_ONLINE_QUANTIZATION,
+            f"the online quantization {method!r} converts the weights while they load",
+        )
+    return None

@@ -1,0 +1,158 @@
+"""The source of an open model's weights: what the offload needs of a loaded module, or of a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import torch
+
+from streamflow.binding.blocks import BoundBlock
+from streamflow.binding.fixed import fill_from_module
+from streamflow.binding.inventory import Inventory
+from streamflow.stages.devices.base import Device
+from streamflow.stages.host_memory import allocate_host
+from streamflow.stages.images import BlockImage, view_of
+from streamflow.stages.layout import ImageLayout, Region
+from streamflow.stages.threads import ThreadCrew
+from streamflow.weights.checkpoint import Checkpoint
+from streamflow.weights.checkpoint_plan import CheckpointPlan
+from streamflow.weights.module_source import PinnedImages, module_images
+from streamflow.weights.pieces import checkpoint_block_pieces
+
+
+class WeightSource(Protocol):
+    """Where block images and fixed tensors come from.
+
+    1. `prepare` is called once, before anything is bound; `images` and `fill` are valid from then on.
+    2. `release` is called once nothing reads it any more.
+    """
+
+    @property
+    def name(self) -> str:
+        """``module`` or ``checkpoint``."""
+
+    @property
+    def reason(self) -> str:
+        """Why this one."""
+
+    @property
+    def images(self) -> Mapping[int, BlockImage]:
+        """The block images, by block."""
+
+    def fill(self, layout: ImageLayout, region: Region, target: torch.Tensor) -> None:
+        """Bring a region of the fixed tensors to ``target`` on the device. Blocks."""
+
+    @property
+    def host_image_bytes(self) -> int:
+        """Private host memory held for images."""
+
+    def is_in_module(self, name: str) -> bool:
+        """Whether the module itself holds the real values of the fixed tensor of this name."""
+
+    async def prepare(self, device: Device, crew: ThreadCrew) -> None:
+        """Get ready; cancellable."""
+
+    def read_tensor(self, block: int, name: str) -> torch.Tensor:
+        """The real bytes of a streamed tensor, on the host. Not to be written. Blocks."""
+
+    def release(self) -> None:
+        """Give everything back. Idempotent."""
+
+
+class ModuleSource:
+    """The tensors that are in the module, in place; or images of them, page-locked, where ``num_pin_threads`` is given.
+
+    Page-locked images replace the tensors' own memory, and stay it after `release`.
+    """
+
+    name = "module"
+
+    def __init__(
+        self, inventory: Inventory, blocks: Sequence[BoundBlock], reason: str, num_pin_threads: int | None
+    ) -> None:
+        self.reason = reason
+        self._fill = fill_from_module(inventory.fixed)
+        self._blocks = blocks
+        self._num_pin_threads = num_pin_threads
+        self._pinned: PinnedImages | None = None
+        self.images: Mapping[int, BlockImage] = {}
+
+    @property
+    def host_image_bytes(self) -> int:
+        return 0 if self._pinned is None else sum(image.nbytes for image in self.images.values())
+
+    def is_in_module(self, name: str) -> bool:
+        return True
+
+    async def prepare(self, device: Device, crew: ThreadCrew) -> None:
+        if self._num_pin_threads is None:
+            self.images = module_images(self._blocks)
+            return
+        self._pinned = PinnedImages(device, self._blocks)
+        await self._pinned.pack(crew, self._num_pin_threads)
+        self.images = dict(sorted(self._pinned.images.items()))
+
+    def fill(self, layout: ImageLayout, region: Region, target: torch.Tensor) -> None:
+        self._fill(layout, region, target)
+
+    def read_tensor(self, block: int, name: str) -> torch.Tensor:
+        bound = self._blocks[block]
+        return bound.host[bound.names.index(name)].detach()
+
+    def release(self) -> None:
+        if self._pinned is not None:
+            self._pinned.release()
+
+
+class CheckpointSource:
+    """The checkpoint's files, as the plan assigns them. It owns the open checkpoint."""
+
+    name = "checkpoint"
+    host_image_bytes = 0
+
+    def __init__(
+        self, inventory: Inventory, blocks: Sequence[BoundBlock], checkpoint: Checkpoint, plan: CheckpointPlan
+    ) -> None:
+        self.reason = "every tensor of the model has exactly one source in the files"
+        self._checkpoint = checkpoint
+        self._plan = plan
+        self._fill_from_module = fill_from_module(inventory.fixed)
+        self.images: Mapping[int, BlockImage] = {
+            index: BlockImage(
+                block.path, block.layout, checkpoint_block_pieces(block.layout, checkpoint, plan.assignments)
+            )
+            for index, block in enumerate(blocks)
+        }
+
+    def is_in_module(self, name: str) -> bool:
+        return name not in self._plan.assignments
+
+    async def prepare(self, device: Device, crew: ThreadCrew) -> None:
+        pass
+
+    def fill(self, layout: ImageLayout, region: Region, target: torch.Tensor) -> None:
+        """Bring a region of fixed tensors to the device; what no file holds (other buffers) from the module."""
+        if self.is_in_module(region.names[0]):
+            self._fill_from_module(layout, region, target)
+            return
+        views = tuple(view for view in layout.views if view.name in region.names)
+        memory = allocate_host(region.nbytes)
+        for piece in checkpoint_block_pieces(
+            ImageLayout(views, (region,), region.nbytes), self._checkpoint, self._plan.assignments
+        ):
+            piece.read_into(memory.data_ptr(), 0, piece.nbytes)
+        target.copy_(memory)
+
+    def read_tensor(self, block: int, name: str) -> torch.Tensor:
+        image = self.images[block]
+        view = next(view for view in image.layout.views if view.name == name)
+        region = next(region for region in image.layout.regions if name in region.names)
+        memory = allocate_host(image.layout.nbytes)
+        for piece in image.pieces:
+            if piece.offset_bytes == region.offset_bytes:
+                piece.read_into(memory.data_ptr() + piece.offset_bytes, 0, piece.nbytes)
+        return view_of(memory, view)
+
+    def release(self) -> None:
+        self._checkpoint.close()
