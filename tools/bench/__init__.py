@@ -1,0 +1,1 @@
+"""Benchmarks. Timings are ratios within one run; readings are kept in docs/."""

@@ -1,0 +1,69 @@
+"""The rates that bound a streamed step: of the host link, and of packing."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+
+import anyio
+import torch
+from torch import nn
+
+from streamflow.stages.devices.base import Device, Stream
+from streamflow.stages.host_memory import allocate_host
+from streamflow.stages.images import MemoryPiece
+from streamflow.stages.threads import ThreadCrew
+
+#: Size of one copy; larger ones are not faster.
+COPY_BYTES = 1 << 30
+
+
+def link_rate(device: Device, stream: Stream, nbytes: int = COPY_BYTES, num_copies: int = 8) -> float:
+    """Bytes per second of copies on ``stream`` from page-locked memory; the median of ``num_copies``. Blocks."""
+    source = allocate_host(nbytes)
+    lock = device.lock_pages(source)
+    target = device.allocate(nbytes)
+    try:
+        seconds = []
+        for _ in range(num_copies + 1):
+            started = time.perf_counter()
+            stream.copy(target, source)
+            stream.record().wait()
+            seconds.append(time.perf_counter() - started)
+        return nbytes / statistics.median(seconds[1:])
+    finally:
+        device.free(target)
+        lock.release()
+
+
+async def pack_rate(model: nn.Module, crew: ThreadCrew, num_threads: int, chunk_bytes: int, seconds: float) -> float:
+    """Bytes per second that ``num_threads`` threads copy from the model's memory into buffers of ``chunk_bytes``."""
+    pieces = [MemoryPiece(0, _flat_bytes(parameter)) for parameter in model.parameters()]
+    chunks = [
+        (piece, start, min(chunk_bytes, piece.nbytes - start))
+        for piece in pieces
+        for start in range(0, piece.nbytes, chunk_bytes)
+    ]
+    order = itertools.cycle(chunks)
+    packed: list[int] = []
+    ends_at = time.perf_counter() + seconds
+
+    def pack() -> None:
+        buffer = allocate_host(chunk_bytes)
+        count = 0
+        while time.perf_counter() < ends_at:
+            piece, start, nbytes = next(order)
+            piece.read_into(buffer.data_ptr(), start, nbytes)
+            count += nbytes
+        packed.append(count)
+
+    started = time.perf_counter()
+    async with anyio.create_task_group() as packers:
+        for _ in range(num_threads):
+            packers.start_soon(crew.call, pack)
+    return sum(packed) / (time.perf_counter() - started)
+
+
+def _flat_bytes(parameter: torch.Tensor) -> torch.Tensor:
+    return parameter.data.reshape(-1).view(torch.uint8)
