@@ -24,6 +24,7 @@ from streamflow.stages.events import (
     BlockLeft,
     BlockReady,
     BlockWanted,
+    DeviceFailed,
     EngineFailed,
     FetchFailed,
     FetchIssued,
@@ -197,6 +198,8 @@ class Engine:
                 self._planner.left(pass_id, block, passed_by)
             case PassEnded():
                 self._note_end(message)
+            case DeviceFailed(error):
+                self.fail(error)
         self.broadcast.publish(message)
 
     def _note_use(self, block: int, event: Event) -> None:
@@ -266,13 +269,12 @@ class Engine:
     async def _finish_fetch(self, fetch: Fetch, fetching: Fetching) -> None:
         try:
             event = await fetching.issued()
+            if self._failure is None:
+                self._fetched(fetch, event)
         except Exception as failure:
             self.broadcast.publish(FetchFailed(fetch.block, failure))
             self.fail(failure)
-            return
-        if self._failure is None:
-            self._fetched(fetch, event)
-            self._act_or_fail()
+        self._act_or_fail()
 
     def _fetched(self, fetch: Fetch, event: Event) -> None:
         slot = self._window[fetch.slot]

@@ -36,6 +36,17 @@ class StaleSlotError(StreamflowError, RuntimeError):
         )
 
 
+class NestedBlockError(StreamflowError, RuntimeError):
+    """A block was entered while its pass was inside another: the outer one's weights could be replaced under it."""
+
+    def __init__(self, block: int, inside: int) -> None:
+        self.block, self.inside = block, inside
+        super().__init__(
+            f"block {block} was entered inside block {inside}, but blocks run one after the other; "
+            "stream the outer one only"
+        )
+
+
 class SourceReadError(StreamflowError, OSError):
     """A block's bytes could not be read from their source."""
 

@@ -49,6 +49,13 @@ class PassEnded:
 
 
 @attrs.frozen
+class DeviceFailed:
+    """A pass met a failure of work that the device had queued: no block can be trusted any more."""
+
+    error: BaseException
+
+
+@attrs.frozen
 class BlockReady:
     """``pass_id`` may run ``block`` from ``slot`` (at ``generation``) once the device event ``event`` has happened."""
 
@@ -129,13 +136,14 @@ class EngineFailed:
 
 
 #: What passes ring the doorbell with.
-PassMessage = PassStarted | BlockWanted | BlockLeft | PassEnded
+PassMessage = PassStarted | BlockWanted | BlockLeft | PassEnded | DeviceFailed
 #: What observers are told.
 ObservedEvent = (
     PassStarted
     | BlockWanted
     | BlockLeft
     | PassEnded
+    | DeviceFailed
     | WalkStarted
     | WalkEnded
     | FetchStarted

@@ -7,6 +7,7 @@ from contextlib import ExitStack, asynccontextmanager, suppress
 
 import anyio
 import attrs
+import torch
 
 from streamflow.stages.binder import Binder
 from streamflow.stages.devices.base import Device, Stream
@@ -122,23 +123,25 @@ class _Parts:
     window: Window | None = None
     residents: dict[int, Resident] = attrs.field(factory=dict)
     places: list[Place] = attrs.field(factory=list)
+    buffers: list[torch.Tensor] = attrs.field(factory=list)
 
     async def load_resident(self, block: int, image: BlockImage, transfer: Transfer) -> None:
         """Bring a resident block to the device and bind it for good."""
         buffer = self.device.allocate(image.nbytes)
-        try:
-            event = await transfer.fetch(image, buffer, ()).issued()
-        except BaseException:
-            self.device.free(buffer)
-            raise
+        self.buffers.append(buffer)  # freed after draining, also when the next line fails: copies may be queued
+        event = await transfer.fetch(image, buffer, ()).issued()
         self.residents[block] = Resident(buffer, event)
         self.binder.bind(block, -1 - block, buffer)
 
     def drain(self) -> None:
         """Wait, in a thread, until the device is done with everything. What failed there has been told before."""
-        for stream in (self.copy_stream, *(place.stream for place in self.places)):
+        streams = (self.copy_stream, *(place.stream for place in self.places))
+        # a transfer may end a fetch on a stream of its own: its event tells when that is done
+        fetches = [event for slot in self.window or () for event in slot.busy_until]
+        fetches += [resident.event for resident in self.residents.values()]
+        for event in (*(stream.record() for stream in streams), *fetches):
             with suppress(DeviceStreamError):
-                stream.record().wait()
+                event.wait()
 
     def release(self) -> None:
         """Unbind every block, then free the buffers under them, whatever fails on the way."""
@@ -149,8 +152,10 @@ class _Parts:
                     rest.callback(self.binder.unbind, block)
 
     def _free(self) -> None:
-        for resident in self.residents.values():
-            self.device.free(resident.buffer)
+        for buffer in self.buffers:
+            self.device.free(buffer)
+        self.residents.clear()  # the engine, which outlives them in its owner's hands, sees the same dictionary
+        self.buffers.clear()
         if self.window is not None:
             self.window.close()
         if self.transfer is not None:

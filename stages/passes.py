@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 
 from streamflow.stages.devices.base import Event
-from streamflow.stages.errors import DeviceStreamError, EngineBrokenError
-from streamflow.stages.events import BlockLeft, BlockReady, BlockWanted, PassEnded, PassMessage, PassStarted
+from streamflow.stages.errors import DeviceStreamError, EngineBrokenError, NestedBlockError
+from streamflow.stages.events import BlockLeft, BlockReady, BlockWanted, DeviceFailed, PassEnded, PassMessage, PassStarted
 from streamflow.stages.places import Place
 from streamflow.stages.slots import Window
 
@@ -43,12 +44,13 @@ class Pass:
 
         :raises StopForward: if the request is stopped.
         :raises EngineBrokenError: if the engine failed, or the block's copy did.
+        :raises NestedBlockError: if the pass is inside a block.
         """
         self._place.mailbox.check()
-        try:
+        if self._inside is not None:
+            raise NestedBlockError(block, self._inside)
+        with self._breaking_the_engine():
             self._wait_for(self._event_of(block))
-        except DeviceStreamError as failure:
-            raise EngineBrokenError(failure.cause) from failure.cause
         self._place.stream.begin_block()
         self._inside = block
 
@@ -89,8 +91,21 @@ class Pass:
         self._place.note_issued(event)
 
     def keep_pace(self) -> None:
-        """Block while the device is further behind than the thread may run ahead of it. To be called between blocks."""
-        self._place.keep_pace()
+        """Block while the device is further behind than the thread may run ahead of it. To be called between blocks.
+
+        :raises EngineBrokenError: if what the device was behind with failed.
+        """
+        with self._breaking_the_engine():
+            self._place.keep_pace()
+
+    @contextmanager
+    def _breaking_the_engine(self) -> Iterator[None]:
+        """What fails on the device breaks the engine, not this pass alone."""
+        try:
+            yield
+        except DeviceStreamError as failure:
+            self._ring(DeviceFailed(failure.cause))
+            raise EngineBrokenError(failure.cause) from failure.cause
 
     def end(self, *, completed: bool) -> None:
         """The pass is over. Idempotent."""

@@ -204,8 +204,12 @@ class WalkPlanner:
         """What is to be done after all that was told; doing it is assumed from here on."""
         ended = self._end_walk()
         started = self._start_walk()
+        # A slow pass that reaches a block as foreseen keeps it, however long a fast one has waited for the slot: it
+        # would have to be fetched again. One that stands before a block unforeseen comes after those who waited.
+        foreseen = [pass_id for pass_id, state in self._walking.items() if state.wanted is None or not state.surprising]
+        claims = tuple(self._claims(foreseen))
         fetches = tuple(self._fetches())
-        return Decision(started, ended, fetches, tuple(self._claims()))
+        return Decision(started, ended, fetches, (*claims, *self._claims(self._walking)))
 
     def _end_walk(self) -> int | None:
         if self._walk is None or self._walking:
@@ -257,8 +261,9 @@ class WalkPlanner:
                 return index
         return None
 
-    def _claims(self) -> Iterator[Claim]:
-        for pass_id, state in self._walking.items():
+    def _claims(self, pass_ids: Iterable[int]) -> Iterator[Claim]:
+        for pass_id in pass_ids:
+            state = self._walking[pass_id]
             # what it stands before comes first: until it is told of that, a claim on anything else would be held by
             # a pass that waits, and two such passes could wait for each other's slots
             for index in sorted(range(len(self._slots)), key=lambda i: self._slots[i].block != state.wanted):
@@ -271,12 +276,13 @@ class WalkPlanner:
                     yield Claim(pass_id, slot.block, index, slot.generation, state.serial, rank)
 
     def _may_run_ahead(self, pass_id: int, state: _Pass, block: int) -> bool:
-        """Whether the pass may be told of ``block``, which it has not asked for."""
+        """Whether the pass may be told of ``block``, which it has not asked for: it is near, and nothing else is due."""
         if state.wanted is not None:
             index = self.slot_of(state.wanted)
             if index is None or pass_id not in self._slots[index].claims:
                 return False
-        return self._order.comes_after(block, state.position)
+        is_near = block in self._order.ahead(state.position, len(self._slots))
+        return is_near and self._order.comes_after(block, state.position)
 
     def _state(self, pass_id: int) -> _Pass | None:
         return self._walking.get(pass_id) or self._waiting.get(pass_id)

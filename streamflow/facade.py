@@ -53,7 +53,7 @@ def offload(
 
 
 class StartedOffload:
-    """An offload on a loop thread of its own. Made by `start_offload`; ends with `aclose`, from any task of any loop."""
+    """An offload on a loop thread of its own. Made by `start_offload`; `aclose` ends it, from any task of any loop."""
 
     def __init__(self, thread: _LoopThread) -> None:
         self._thread = thread
@@ -78,7 +78,7 @@ class StartedOffload:
         return await self.offload.run(work, *args, **kwargs)
 
     async def aclose(self) -> None:
-        """Close it; returns when everything is given back. Idempotent. A cancelled call closes all the same, then ends."""
+        """Close it; returns when everything is given back. Idempotent. A cancelled call closes it all the same."""
         if self._closing:
             return
         self._closing = True

@@ -54,7 +54,7 @@ async def open_streamed(
     whenever they are fetched; the rest is brought to the device once. The files must stay as they are.
 
     Where the checkpoint cannot be streamed as it lies (``offload.statistics().choice`` has the code and the reason),
-    ``load(skeleton)`` loads and returns the model the ordinary way; None reads it with conversion to the model's dtypes.
+    ``load(skeleton)`` loads and returns the model the ordinary way; None reads it and converts to the model's dtypes.
     ``finalize(model)`` runs once the model is complete and before it is attached; None is ``model.eval()``.
     ``adapters`` stand for custom loading steps. After leaving, a model that streamed from files is a skeleton again.
 

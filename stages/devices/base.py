@@ -21,7 +21,7 @@ class Event(Protocol):
     """A point in a stream's work."""
 
     def is_done(self) -> bool:
-        """Whether everything before it has happened."""
+        """Whether everything before it has happened; never, if some of it failed: `wait` says why."""
 
     def wait(self) -> None:
         """Block the calling thread, never the loop, until it has happened.

@@ -16,7 +16,7 @@ import torch
 
 from streamflow.stages.devices.base import Event, MemoryReading, Stream
 from streamflow.stages.devices.memory import MemoryMeter
-from streamflow.stages.errors import DeviceStreamError
+from streamflow.stages.errors import DeviceMemoryError, DeviceStreamError
 from streamflow.stages.layout import ALIGNMENT_BYTES
 from streamflow.stages.threads import ThreadCrew, WorkerThread
 
@@ -35,7 +35,7 @@ class CpuEvent:
         self._happened.set()
 
     def is_done(self) -> bool:
-        return self._happened.is_set()
+        return self._happened.is_set() and self._failure is None
 
     def wait(self) -> None:
         self._happened.wait()
@@ -174,7 +174,11 @@ class CpuDevice:
     def allocate(self, nbytes: int) -> torch.Tensor:
         self._meter.take(nbytes)
         # torch aligns to 64 bytes only; kernels may choose other code, and other last bits, by alignment
-        raw = torch.empty(nbytes + ALIGNMENT_BYTES, dtype=torch.uint8)
+        try:
+            raw = torch.empty(nbytes + ALIGNMENT_BYTES, dtype=torch.uint8)
+        except RuntimeError as failure:  # how torch says that the host has not that much
+            self._meter.give_back(nbytes)
+            raise DeviceMemoryError("cpu", nbytes, self._meter.in_use, self._meter.limit_bytes) from failure
         start = -raw.data_ptr() % ALIGNMENT_BYTES
         return raw[start : start + nbytes]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -23,7 +24,10 @@ class CudaEvent:
         self.raw.record(stream)
 
     def is_done(self) -> bool:
-        return bool(self.raw.query())
+        try:
+            return bool(self.raw.query())
+        except RuntimeError:  # the device failed: whoever waits is told
+            return False
 
     def wait(self) -> None:
         try:
@@ -42,7 +46,10 @@ class CudaStream:
     def wait(self, event: Event) -> None:
         if not isinstance(event, CudaEvent):
             raise TypeError(f"stream {self.name!r} can wait for CUDA events only, not for {event!r}")
-        self.raw.wait_event(event.raw)
+        try:
+            self.raw.wait_event(event.raw)
+        except RuntimeError as failure:
+            raise DeviceStreamError(self.name, failure) from failure
 
     def record(self) -> CudaEvent:
         return CudaEvent(self.raw, self.name)
@@ -88,6 +95,47 @@ def _check(code: Any, call: str, nbytes: int) -> None:
         raise DeviceStreamError("host registration", RuntimeError(f"{call} of {nbytes:,} bytes returned {code}"))
 
 
+class _StreamRegistry:
+    """The process's streams of streamflow, by device: no two users share one, and given-back ones are used again.
+
+    torch hands out 32 pooled streams in turn, and keeps a workspace of the matrix library for each that ever computed:
+    taking new ones at each opening would collect both.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._free: dict[torch.device, list[torch.cuda.Stream]] = {}
+        self._taken: dict[torch.device, set[int]] = {}
+
+    def take(self, device: torch.device) -> torch.cuda.Stream:
+        """A stream that nobody else in streamflow has.
+
+        :raises DeviceStreamError: if torch's pool has no other.
+        """
+        with self._lock:
+            taken = self._taken.setdefault(device, set())
+            free = self._free.setdefault(device, [])
+            stream = free.pop() if free else self._from_pool(device, taken)
+            taken.add(stream.cuda_stream)
+            return stream
+
+    def _from_pool(self, device: torch.device, taken: set[int]) -> torch.cuda.Stream:
+        for _ in range(64):
+            stream = torch.cuda.Stream(device)
+            if stream.cuda_stream not in taken:
+                return stream
+        raise DeviceStreamError("stream pool", RuntimeError(f"all of torch's pooled streams are taken ({len(taken)})"))
+
+    def give_back(self, device: torch.device, streams: list[torch.cuda.Stream]) -> None:
+        """Let others have the streams; nothing may be queued on them any more."""
+        with self._lock:
+            self._free.setdefault(device, []).extend(reversed(streams))
+            self._taken.setdefault(device, set()).difference_update(stream.cuda_stream for stream in streams)
+
+
+_STREAMS = _StreamRegistry()
+
+
 class CudaDevice:
     """One CUDA device, through torch's allocator and runtime."""
 
@@ -97,26 +145,24 @@ class CudaDevice:
         index = device.index if device is not None and device.index is not None else torch.cuda.current_device()
         self.torch_device = torch.device("cuda", index)
         self._meter = MemoryMeter(str(self.torch_device))
-        self._compute_streams: list[torch.cuda.Stream] = []
+        self._streams: list[torch.cuda.Stream] = []
+        self._allocations: list[torch.cuda.Event] = []
 
     async def open(self, crew: ThreadCrew) -> None:
         pass
 
     def open_copy_stream(self, name: str) -> Stream:
-        return CudaStream(name, self._new_stream(priority=0))
+        return CudaStream(name, self._new_stream())
 
     def open_compute_stream(self, name: str) -> Stream:
-        return CudaStream(name, self._new_stream(priority=0))
+        return CudaStream(name, self._new_stream())
 
-    def _new_stream(self, priority: int) -> torch.cuda.Stream:
-        # torch hands out pooled streams in turn: take the next until it is none that is in use here
-        taken = {stream.cuda_stream for stream in self._compute_streams}
-        for _ in range(64):
-            stream = torch.cuda.Stream(self.torch_device, priority=priority)
-            if stream.cuda_stream not in taken:
-                self._compute_streams.append(stream)
-                return stream
-        raise DeviceStreamError("stream pool", RuntimeError(f"all of torch's pooled streams are taken ({len(taken)})"))
+    def _new_stream(self) -> torch.cuda.Stream:
+        stream = _STREAMS.take(self.torch_device)
+        self._streams.append(stream)
+        for allocation in self._allocations:
+            stream.wait_event(allocation)
+        return stream
 
     def caller_stream(self) -> Stream:
         return CudaStream("caller", torch.cuda.current_stream(self.torch_device))
@@ -128,7 +174,16 @@ class CudaDevice:
             limit = torch.cuda.mem_get_info(self.torch_device)[1]
             raise DeviceMemoryError(str(self.torch_device), nbytes, self._meter.in_use, limit) from failure
         self._meter.take(nbytes)
+        self._order_after_earlier_use()
         return buffer
+
+    def _order_after_earlier_use(self) -> None:
+        # torch may hand out memory that work queued on the allocating thread's stream still uses
+        allocation = torch.cuda.Event()
+        allocation.record(torch.cuda.current_stream(self.torch_device))
+        self._allocations.append(allocation)
+        for stream in self._streams:
+            stream.wait_event(allocation)
 
     def free(self, buffer: torch.Tensor) -> None:
         self._meter.give_back(buffer.numel())
@@ -142,4 +197,6 @@ class CudaDevice:
         return MemoryReading(self._meter.in_use, self._meter.peak, cached, free, total)
 
     def close(self) -> None:
-        self._compute_streams.clear()
+        _STREAMS.give_back(self.torch_device, self._streams)
+        self._streams = []
+        self._allocations.clear()

@@ -1,4 +1,4 @@
-"""Staged transfer: several threads pack chunks into page-locked buffers; each chunk is copied as soon as it is packed."""
+"""Staged transfer: several threads pack chunks into page-locked buffers; each chunk is copied once it is packed."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import itertools
 import threading
 from collections.abc import Mapping, Sequence
 
-import anyio
 import attrs
 import torch
 
@@ -14,7 +13,7 @@ from streamflow.stages.devices.base import Device, Event, PageLock, Stream
 from streamflow.stages.host_memory import allocate_host
 from streamflow.stages.images import BlockImage
 from streamflow.stages.signals import LoopEvent
-from streamflow.stages.threads import ThreadCrew, WorkerThread
+from streamflow.stages.threads import ThreadCrew, WorkerThread, wait_through
 from streamflow.stages.transfers.chunks import Chunk, largest_chunk, plan_chunks
 
 #: Buffers of each packing thread: one is copied while the next is packed.
@@ -101,8 +100,7 @@ class _Packing:
             await self._issued.wait()
         except BaseException:
             self._abandoned = True
-            with anyio.CancelScope(shield=True):
-                await self._issued.wait()
+            await wait_through(self._issued)
             raise
         if self._failure is not None:
             raise self._failure

@@ -1,7 +1,7 @@
 """Coming between a caller and a module, outside of whatever `torch.compile` made of the module.
 
-``module(...)`` looks at the instance for a compiled ``__call__`` before it runs its hooks and ``forward``. That is where
-we stand: hooks of users and compiled code run inside, so no graph ever sees us, and none is compiled again when a
+``module(...)`` looks at the instance for a compiled ``__call__`` before it runs its hooks and ``forward``. That is
+where we stand: hooks of users and compiled code run inside, so no graph ever sees us, and none is compiled again when a
 tensor is re-pointed. A direct ``module.forward(...)`` is met by a second guard, which a compiler does not trace.
 """
 
@@ -21,7 +21,7 @@ _COMPILED_CALL = "_compiled_call_impl"
 
 
 class Interception:
-    """Lets ``around`` run every call of ``module``; `remove` undoes it. ``around`` must allow for calls within calls."""
+    """Lets ``around`` run every call of ``module``; `remove` undoes it. It must allow for calls within calls."""
 
     def __init__(self, module: nn.Module, around: Around) -> None:
         self._module = module

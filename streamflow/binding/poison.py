@@ -10,7 +10,7 @@ _LARGEST_ELEMENT_BYTES = 16
 
 
 class Poison:
-    """Placeholders on one device. They cost no memory of their own, and have the shape and dtype of what they stand for."""
+    """Placeholders on one device: the shape and dtype of what they stand for, and no memory of their own."""
 
     def __init__(self, device: torch.device) -> None:
         self._elements = torch.full((_LARGEST_ELEMENT_BYTES,), _POISON_BYTE, dtype=torch.uint8, device=device)

@@ -30,7 +30,7 @@ class _ThreadState(threading.local):
 
 
 class StreamedComponent:
-    """Runs passes. A call comes from a request's place, or from any other thread that then occupies one for the pass."""
+    """Runs passes, for calls from a request's place or from another thread, which then occupies one for the pass."""
 
     def __init__(
         self, name: str, engine: Engine, blocks: Sequence[BoundBlock], device: Device, admission: Admission

@@ -109,7 +109,7 @@ class Offload:
     def observe(
         self, capacity: int = DEFAULT_CAPACITY
     ) -> AbstractContextManager[MemoryObjectReceiveStream[ObservedEvent]]:
-        """A channel of the engine's events from here on, on the offload's own loop only; it ends when the offload closes.
+        """A channel of the engine's events from here on, on the offload's own loop; it ends when the offload closes.
 
         Observers are never waited for: one that lags more than ``capacity`` events behind loses the newest
         (``statistics().engine.num_dropped_events`` counts them).

@@ -82,9 +82,11 @@ async def test_three_walks_of_two_requests_are_byte_equal(
     inputs = [torch.randn(64, 16, device="cuda") for _ in range(2)]
     resident = copy.deepcopy(model).cuda()
     expected = [[digest(y) for y in walks(resident, x)] for x in inputs]
+    options = {"window_blocks": window, "poison_freed_slots": True, "device": "cuda", **config}
+    async with streamflow.open_offload(model, options) as offload:
+        await offload.run(walks, model, inputs[0])  # the matrix library keeps a workspace for each stream
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
-    options = {"window_blocks": window, "poison_freed_slots": True, "device": "cuda", **config}
     async with streamflow.open_offload(model, options) as offload:
         found = [[digest(y) for y in await offload.run(walks, model, x)] for x in inputs]
         statistics = offload.statistics()
@@ -94,7 +96,7 @@ async def test_three_walks_of_two_requests_are_byte_equal(
     assert engine.device_peak_bytes <= engine.window_bytes + engine.resident_bytes + statistics.fixed_bytes
     assert engine.device_in_use_bytes == engine.device_peak_bytes
     torch.cuda.synchronize()
-    assert torch.cuda.memory_allocated() <= before + (1 << 20)
+    assert torch.cuda.memory_allocated() <= before
     assert all(p.device.type == "cpu" for p in model.parameters())
     assert [n for n in threading.enumerate() if n.name.startswith("streamflow")] == []
 

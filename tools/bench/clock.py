@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -69,4 +70,4 @@ def timed_steps(
 
 def intervals(marks: Sequence[Mark]) -> list[float]:
     """Seconds between neighbours."""
-    return [later.seconds_since(earlier) for earlier, later in zip(marks, marks[1:], strict=False)]
+    return [later.seconds_since(earlier) for earlier, later in itertools.pairwise(marks)]

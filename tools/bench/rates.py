@@ -14,6 +14,7 @@ from streamflow.stages.devices.base import Device, Stream
 from streamflow.stages.host_memory import allocate_host
 from streamflow.stages.images import MemoryPiece
 from streamflow.stages.threads import ThreadCrew
+from streamflow.tools.bench.clock import Mark, intervals, mark
 
 #: Size of one copy; larger ones are not faster.
 COPY_BYTES = 1 << 30
@@ -25,13 +26,12 @@ def link_rate(device: Device, stream: Stream, nbytes: int = COPY_BYTES, num_copi
     lock = device.lock_pages(source)
     target = device.allocate(nbytes)
     try:
-        seconds = []
-        for _ in range(num_copies + 1):
-            started = time.perf_counter()
+        marks: list[Mark] = []
+        for _ in range(num_copies + 2):
             stream.copy(target, source)
-            stream.record().wait()
-            seconds.append(time.perf_counter() - started)
-        return nbytes / statistics.median(seconds[1:])
+            stream.submit(lambda: marks.append(mark(device.torch_device)))
+        stream.record().wait()
+        return nbytes / statistics.median(intervals(marks[1:]))
     finally:
         device.free(target)
         lock.release()

@@ -1,8 +1,8 @@
 """``streamflow bench step``: one step of a FLUX.1-shaped transformer, streamed against resident and the link limit.
 
 Both models are in one process and their steps are interleaved in rounds. Within a round steps follow each other without
-a host wait, as in a denoising loop, and are timed from end to end on the device's clock; the first of each round is left
-out, because blocks were prefetched for it while the other model ran.
+a host wait, as in a denoising loop, and are timed from end to end on the device's clock; the first of each round is
+left out, because blocks were prefetched for it while the other model ran.
 """
 
 from __future__ import annotations
@@ -43,6 +43,8 @@ class StepOptions:
     resident_blocks: int
     num_rounds: int
     steps_per_round: int
+    packing_threads: int | None
+    staging_chunk_bytes: int
     device: str | None
 
 
@@ -111,8 +113,8 @@ def _models(options: StepOptions, device: torch.device) -> tuple[FluxShaped, Flu
 
 
 async def _pack_rate(options: StepOptions, model: FluxShaped, crew: ThreadCrew) -> float:
-    config = streamflow.OffloadConfig()
-    return await pack_rate(model, crew, config.effective_packing_threads, config.staging_chunk_bytes, seconds=2.0)
+    config = streamflow.OffloadConfig(packing_threads=options.packing_threads)
+    return await pack_rate(model, crew, config.effective_packing_threads, options.staging_chunk_bytes, seconds=2.0)
 
 
 async def _measure_transfer(
@@ -124,6 +126,8 @@ async def _measure_transfer(
             "window_blocks": options.window_blocks,
             "resident_blocks": options.resident_blocks,
             "transfer": transfer,
+            "packing_threads": options.packing_threads,
+            "staging_chunk_bytes": options.staging_chunk_bytes,
         }
     )
     async with streamflow.open_offload(model, config) as offload:
@@ -195,7 +199,15 @@ def _digest(tensor: torch.Tensor) -> str:
 
 
 def _options(
-    image_px: Sequence[int], transfer: Sequence[str], window: int, residents: int, rounds: int, device: str | None
+    *,
+    image_px: Sequence[int],
+    transfer: Sequence[str],
+    window: int,
+    residents: int,
+    rounds: int,
+    packing_threads: int | None,
+    chunk_mib: int | None,
+    device: str | None,
 ) -> StepOptions:
     on_cuda = streamflow.OffloadConfig(device=device).torch_device().type == "cuda"
     return StepOptions(
@@ -207,6 +219,8 @@ def _options(
         resident_blocks=residents,
         num_rounds=rounds,
         steps_per_round=4,
+        packing_threads=packing_threads,
+        staging_chunk_bytes=streamflow.OffloadConfig().staging_chunk_bytes if chunk_mib is None else chunk_mib << 20,
         device=device,
     )
 
@@ -217,22 +231,16 @@ def _options(
 @click.option("--window", type=click.IntRange(1), default=2, show_default=True, help="Slots of the window.")
 @click.option("--residents", type=click.IntRange(0), default=0, show_default=True, help="Blocks that stay.")
 @click.option("--rounds", type=click.IntRange(1), default=4, show_default=True, help="Rounds of four steps each.")
+@click.option("--packing-threads", type=click.IntRange(1), default=None, help="Threads of the staged transfer.")
+@click.option("--chunk-mib", type=click.IntRange(1), default=None, help="Chunk of the staged transfer, in MiB.")
 @click.option("--device", default=None, help="cuda, cuda:N or cpu; default: cuda where there is one.")
 @click.option("--json", "as_json", is_flag=True, help="Print the readings as one JSON object.")
-def step(
-    image_px: Sequence[int],
-    transfer: Sequence[str],
-    window: int,
-    residents: int,
-    rounds: int,
-    device: str | None,
-    as_json: bool,
-) -> None:
+def step(*, as_json: bool, **options: Any) -> None:
     """One step of a FLUX.1-shaped transformer: streamed against resident and the link limit, in one run.
 
     On CUDA the full size (23.7 GB of random bfloat16); on the CPU a small one in float32.
     """
-    report = anyio.run(measure, _options(image_px, transfer, window, residents, rounds, device))
+    report = anyio.run(measure, _options(**options))
     if as_json:
         click.echo(json.dumps(report, indent=2))
     else:
