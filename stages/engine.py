@@ -9,6 +9,7 @@ the events that came with the rings.
 from __future__ import annotations
 
 import itertools
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -98,6 +99,10 @@ class Engine:
         self._mailboxes: dict[int, Mailbox] = {}
         self._current: dict[int, Pass] = {}
         self._failure: BaseException | None = None
+        self._failure_lock = threading.Lock()
+        self._failure_told = False
+        self._task_scopes: set[anyio.CancelScope] = set()
+        self._stopped = False
         self._num_passes = 0
         self._num_fetches = 0
         self._num_on_demand = 0
@@ -118,9 +123,22 @@ class Engine:
             stale.end(completed=False)
         pass_id = next(self._pass_ids)
         self._mailboxes[pass_id] = place.mailbox
-        begun = Pass(pass_id, place, self._window, self._resident_events, self._doorbell.ring)
-        self._current[place.index] = begun
+        begun = Pass(pass_id, place, self._window, self._resident_events, self._ring)
+        self._current[place.index] = begun  # before anybody hears of it, so that it is ended whatever happens now
+        begun.begin()
         return begun
+
+    def end_request(self, place: Place) -> None:
+        """Leave the place clean for the next request: no pass open, nobody told to stop. In the place's own thread."""
+        stale = self._current.get(place.index)
+        if stale is not None:
+            stale.end(completed=False)
+        place.mailbox.reset()
+
+    def _ring(self, message: PassMessage) -> None:
+        if isinstance(message, DeviceFailed):
+            self._break(message.error)  # at once: whoever catches the error finds the engine broken
+        self._doorbell.ring(message)
 
     # For the owner, on the loop
 
@@ -159,7 +177,16 @@ class Engine:
         )
 
     async def serve(self) -> None:
-        """The prefetch nursery's task: answer the doorbell until cancelled, or until the engine fails."""
+        """The prefetch nursery's task: answer the doorbell until `stop_serving`, or until the engine fails.
+
+        No scope around the engine cancels it: whoever is shielded from that scope may still be in a pass.
+        """
+        with self._until_stopped():
+            await self._serve()
+        if self._failure is not None:
+            self.fail(self._failure)
+
+    async def _serve(self) -> None:
         self._act_or_fail()
         while self._failure is None:
             messages = await self._doorbell.wait()
@@ -171,18 +198,40 @@ class Engine:
             self._act_or_fail()
 
     def fail(self, error: BaseException) -> None:
-        """Mark the engine broken and end every wait with it. The first failure stays."""
-        if self._failure is not None:
-            return
-        self._failure = error
-        for place in self.places:
-            place.mailbox.break_off(error)
-        self.broadcast.publish(EngineFailed(error))
+        """Mark the engine broken, end every wait with it, and tell the observers once. The first failure stays."""
+        first = self._break(error)
+        if not self._failure_told:
+            self._failure_told = True
+            self.broadcast.publish(EngineFailed(first))
 
-    def close_doorbell(self) -> None:
-        """Drop what compute threads may still ring. Idempotent."""
+    def _break(self, error: BaseException) -> BaseException:
+        """The thread-safe part of `fail`; returns the first failure."""
+        with self._failure_lock:
+            if self._failure is None:
+                self._failure = error
+            first = self._failure
+        for place in self.places:
+            place.mailbox.break_off(first)
+        return first
+
+    def stop_serving(self) -> None:
+        """End the tasks, and drop what compute threads may still ring. Idempotent."""
+        self._stopped = True
+        for scope in self._task_scopes:
+            scope.cancel()
         self._doorbell.close()
         self.broadcast.close()
+
+    @contextmanager
+    def _until_stopped(self) -> Iterator[None]:
+        with anyio.CancelScope(shield=True) as scope:
+            self._task_scopes.add(scope)
+            if self._stopped:
+                scope.cancel()
+            try:
+                yield
+            finally:
+                self._task_scopes.discard(scope)
 
     # On the loop: what the passes did
 
@@ -267,14 +316,15 @@ class Engine:
         return True
 
     async def _finish_fetch(self, fetch: Fetch, fetching: Fetching) -> None:
-        try:
-            event = await fetching.issued()
-            if self._failure is None:
-                self._fetched(fetch, event)
-        except Exception as failure:
-            self.broadcast.publish(FetchFailed(fetch.block, failure))
-            self.fail(failure)
-        self._act_or_fail()
+        with self._until_stopped():
+            try:
+                event = await fetching.issued()
+                if self._failure is None:
+                    self._fetched(fetch, event)
+            except Exception as failure:
+                self.broadcast.publish(FetchFailed(fetch.block, failure))
+                self.fail(failure)
+            self._act_or_fail()
 
     def _fetched(self, fetch: Fetch, event: Event) -> None:
         slot = self._window[fetch.slot]

@@ -16,7 +16,10 @@ class Mailbox:
     """
 
     def __init__(self) -> None:
-        self._condition = threading.Condition(threading.Lock())
+        # No condition variable: its wait, torn by a signal handler's exception, could leave the lock in a wrong state.
+        self._lock = threading.Lock()
+        self._bell = threading.Lock()  # free: something came since the thread last looked
+        self._bell.acquire()
         self._ready: dict[int, BlockReady] = {}
         self._pass_id: int | None = None
         self._serial = 0
@@ -25,20 +28,20 @@ class Mailbox:
 
     def begin(self, pass_id: int) -> None:
         """Forget the last pass; from now on only messages for ``pass_id`` are kept."""
-        with self._condition:
+        with self._lock:
             self._ready.clear()
             self._pass_id, self._serial = pass_id, 0
 
     def post(self, ready: BlockReady) -> None:
         """Deliver a message; one for another pass, or older than the thread's last `ask`, is dropped."""
-        with self._condition:
+        with self._lock:
             if ready.pass_id == self._pass_id and ready.serial == self._serial:
                 self._ready[ready.block] = ready
-                self._condition.notify()
+                self._ring()
 
     def take(self, block: int) -> tuple[BlockReady, tuple[int, ...]] | None:
         """The message for ``block`` and the blocks passed by for it, whose messages are given up; None if not here."""
-        with self._condition:
+        with self._lock:
             return self._take(block)
 
     def _take(self, block: int) -> tuple[BlockReady, tuple[int, ...]] | None:
@@ -52,7 +55,7 @@ class Mailbox:
 
     def ask(self) -> int:
         """Give up all messages, and get the serial number that the next ones must carry."""
-        with self._condition:
+        with self._lock:
             self._ready.clear()
             self._serial += 1
             return self._serial
@@ -63,13 +66,13 @@ class Mailbox:
         :raises StopForward: if the request is stopped.
         :raises EngineBrokenError: if the engine failed.
         """
-        with self._condition:
-            while True:
+        while True:
+            with self._lock:
                 self._check()
                 taken = self._take(block)
-                if taken is not None:
-                    return taken
-                self._condition.wait()
+            if taken is not None:
+                return taken
+            self._bell.acquire()
 
     def check(self) -> None:
         """Return if the thread may go on.
@@ -88,19 +91,24 @@ class Mailbox:
 
     def stop(self) -> None:
         """End the running request at its next block boundary, or in its wait."""
-        with self._condition:
+        with self._lock:
             self._stopped = True
-            self._condition.notify_all()
+            self._ring()
 
     def break_off(self, error: BaseException) -> None:
         """End this and every later request with ``error``."""
-        with self._condition:
+        with self._lock:
             self._broken = error
-            self._condition.notify_all()
+            self._ring()
+
+    def _ring(self) -> None:
+        # under the lock, so that no two ring at once
+        if self._bell.locked():
+            self._bell.release()
 
     def reset(self) -> None:
         """Forget a `stop`: the next request begins. A failure stays."""
-        with self._condition:
+        with self._lock:
             self._ready.clear()
             self._pass_id = None
             self._stopped = False

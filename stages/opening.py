@@ -98,11 +98,13 @@ async def open_engine(
             except BaseException as error:
                 failure = error  # raised below, outside the task group, so that it is not wrapped
             finally:
-                engine.close_doorbell()
+                engine.stop_serving()
                 nursery.cancel_scope.cancel()
     finally:
-        await crew.call_through(parts.drain)
-        parts.release()
+        try:
+            await crew.call_through(parts.drain)
+        finally:
+            parts.release()
     if failure is not None:
         raise failure
 

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 
 from streamflow.stages.devices.base import Event
 from streamflow.stages.errors import DeviceStreamError, EngineBrokenError, NestedBlockError
-from streamflow.stages.events import BlockLeft, BlockReady, BlockWanted, DeviceFailed, PassEnded, PassMessage, PassStarted
+from streamflow.stages.events import (
+    BlockLeft,
+    BlockReady,
+    BlockWanted,
+    DeviceFailed,
+    PassEnded,
+    PassMessage,
+    PassStarted,
+)
 from streamflow.stages.places import Place
 from streamflow.stages.slots import Window
 
@@ -16,8 +23,9 @@ from streamflow.stages.slots import Window
 class Pass:
     """One forward call of a component, in one place. All methods are for its compute thread.
 
-    Use: `enter` and `leave` around every block, then `keep_pace`; `end` once. `end` must be reached on any exit; it
-    repairs what a failed block left behind.
+    Use: `begin`; `enter` and `leave` around every block, then `keep_pace`; `end`. `end` must be reached on any exit; it
+    repairs what a failed block left behind. Interrupted anywhere, by a signal handler's exception, it can be called
+    again, from the place's own thread too.
     """
 
     def __init__(
@@ -36,8 +44,11 @@ class Pass:
         self._inside: int | None = None
         self._passed_by: tuple[int, ...] = ()
         self._ended = False
-        place.mailbox.begin(pass_id)
-        ring(PassStarted(pass_id))
+
+    def begin(self) -> None:
+        """Wait for a walk from now on."""
+        self._place.mailbox.begin(self.pass_id)
+        self._ring(PassStarted(self.pass_id))
 
     def enter(self, block: int) -> None:
         """Return when the thread may issue the block's work.
@@ -49,10 +60,9 @@ class Pass:
         self._place.mailbox.check()
         if self._inside is not None:
             raise NestedBlockError(block, self._inside)
-        with self._breaking_the_engine():
-            self._wait_for(self._event_of(block))
-        self._place.stream.begin_block()
+        self._wait_for(self._event_of(block))
         self._inside = block
+        self._place.stream.begin_block()
 
     def _event_of(self, block: int) -> Event:
         resident = self._residents.get(block)
@@ -75,15 +85,17 @@ class Pass:
         return ready
 
     def _wait_for(self, event: Event) -> None:
-        if not event.is_done():
-            started = time.perf_counter()
+        started = time.perf_counter()
+        try:
             self._place.stream.wait(event)
-            self._place.waits.event_s += time.perf_counter() - started
+        except DeviceStreamError as failure:
+            raise self._broken_by(failure) from failure.cause
+        self._place.waits.event_s += time.perf_counter() - started
 
     def leave(self, block: int) -> None:
         """The thread has issued the block's work, or failed to."""
-        self._inside = None
         self._place.stream.end_block()
+        self._inside = None
         event = self._place.stream.record()
         if block not in self._residents:
             self._ring(BlockLeft(self.pass_id, block, self._passed_by, event))
@@ -95,27 +107,25 @@ class Pass:
 
         :raises EngineBrokenError: if what the device was behind with failed.
         """
-        with self._breaking_the_engine():
-            self._place.keep_pace()
-
-    @contextmanager
-    def _breaking_the_engine(self) -> Iterator[None]:
-        """What fails on the device breaks the engine, not this pass alone."""
         try:
-            yield
+            self._place.keep_pace()
         except DeviceStreamError as failure:
-            self._ring(DeviceFailed(failure.cause))
-            raise EngineBrokenError(failure.cause) from failure.cause
+            raise self._broken_by(failure) from failure.cause
+
+    def _broken_by(self, failure: DeviceStreamError) -> EngineBrokenError:
+        """What fails on the device breaks the engine, not this pass alone."""
+        self._ring(DeviceFailed(failure.cause))
+        return EngineBrokenError(failure.cause)
 
     def end(self, *, completed: bool) -> None:
         """The pass is over. Idempotent."""
         if self._ended:
             return
-        self._ended = True
         if self._inside is not None:  # an exception came between entering and leaving
             self._place.stream.end_block()
             self._inside = None
         self._ring(PassEnded(self.pass_id, completed, self._place.stream.record()))
+        self._ended = True  # last: rather told twice than never
 
     def count_hooks(self, cpu_s: float) -> None:
         """Take note of the thread's CPU time around one block, the block's own left out."""

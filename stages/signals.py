@@ -7,9 +7,10 @@ would take the host's loop down.
 
 from __future__ import annotations
 
-import threading
+import queue
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import anyio
@@ -59,7 +60,12 @@ class Doorbell(Generic[Message]):
         self._messages.append(message)
         if not self._wake_pending:
             self._wake_pending = True
-            if not self._wake_loop(self._on_wake):
+            try:
+                delivered = self._wake_loop(self._on_wake)
+            except BaseException:  # of a signal handler, in a thread that is no request: the next ring wakes the loop
+                self._wake_pending = False
+                raise
+            if not delivered:
                 self.num_late += 1
 
     def _on_wake(self) -> None:
@@ -104,15 +110,16 @@ class LoopEvent:
 
 
 class ThreadEvent:
-    """The same for a waiter that is a thread."""
+    """The same for one waiter that is a thread.
+
+    ``set()`` wakes it. It is a single call into C, as the wait is: an exception of a signal handler comes before it or
+    after it, never in the middle, and leaves no lock taken.
+    """
 
     def __init__(self) -> None:
-        self._event = threading.Event()
-
-    def set(self) -> None:
-        """Wake the waiter."""
-        self._event.set()
+        self._wakes: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self.set: Callable[[], None] = partial(self._wakes.put, None)
 
     def wait_blocking(self) -> None:
         """Block the calling thread until the event is set; a signal handler's exception gets through."""
-        self._event.wait()
+        self._wakes.get()

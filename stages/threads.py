@@ -6,7 +6,7 @@ import queue
 import threading
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Generic, TypeVar
 
 import anyio
@@ -69,18 +69,25 @@ class _Job(Generic[Result]):
             self.finished.set()
 
 
-async def wait_through(event: LoopEvent) -> None:
-    """Return once ``event`` is set, whatever cancels come meanwhile; they are absorbed, native asyncio ones too.
+async def wait_through(event: LoopEvent) -> BaseException | None:
+    """Return once ``event`` is set, whatever comes meanwhile. For a caller that must not leave before a thread is done.
 
-    For a caller that must not leave before a thread is done; it re-raises its own cancellation afterwards.
+    A shield holds a scope's cancellation off. What goes through it (asyncio's ``task.cancel()``, and under trio an
+    interrupt) is absorbed; the most urgent of it is returned, for the caller to raise in the end: nobody else would.
     """
+    absorbed: BaseException | None = None
     while True:
         try:
             with anyio.CancelScope(shield=True):
                 await event.wait()
-            return
-        except anyio.get_cancelled_exc_class():
-            continue  # asyncio's task.cancel() goes through an anyio shield
+            return absorbed
+        except (anyio.get_cancelled_exc_class(), KeyboardInterrupt) as interruption:
+            absorbed = interruption if absorbed is None else more_urgent(absorbed, interruption)
+
+
+def more_urgent(first: BaseException, then: BaseException | None) -> BaseException:
+    """The one of two exceptions to raise: the first, unless only the second is an interrupt by the user."""
+    return then if isinstance(then, KeyboardInterrupt) and not isinstance(first, KeyboardInterrupt) else first
 
 
 class ThreadCrew:
@@ -98,26 +105,37 @@ class ThreadCrew:
         return thread
 
     async def call(
-        self, work: Callable[[], Result], *, undo: Callable[[Result], object] | None = None, name: str = "helper"
+        self,
+        work: Callable[[], Result],
+        *,
+        undo: Callable[[Result], object] | None = None,
+        on_cancel: Callable[[], object] | None = None,
+        name: str = "helper",
     ) -> Result:
         """What ``work`` returns, run in a thread of its own.
 
-        A cancelled call waits for the thread, gives the result to ``undo`` (in a thread too), and is cancelled then.
+        A cancelled call tells ``on_cancel`` so at once, waits for the thread all the same, gives the result to ``undo``
+        (in a thread too), and is cancelled then.
         """
         job = self._begin(work, name)
         try:
             await job.finished.wait()
-        except BaseException:
-            await wait_through(job.finished)
+        except BaseException as interruption:
+            if on_cancel is not None:
+                on_cancel()
+            urgent = more_urgent(interruption, await wait_through(job.finished))
             if undo is not None and job.result.exception() is None:
-                await wait_through(self._begin(lambda: undo(job.result.result()), f"{name} undo").finished)
-            raise
+                undoing = self._begin(lambda: undo(job.result.result()), f"{name} undo")
+                urgent = more_urgent(urgent, await wait_through(undoing.finished))
+            raise urgent
         return job.result.result()
 
     async def call_through(self, work: Callable[[], Result]) -> Result:
-        """What ``work`` returns, run in a thread; cancels that come meanwhile are absorbed. For clean-up."""
+        """What ``work`` returns, run in a thread to its end. For clean-up: what interrupts the wait is raised after it."""
         job = self._begin(work, "clean-up")
-        await wait_through(job.finished)
+        absorbed = await wait_through(job.finished)
+        if absorbed is not None:
+            raise absorbed from job.result.exception()
         return job.result.result()
 
     def _begin(self, work: Callable[[], Result], name: str) -> _Job[Result]:
@@ -134,9 +152,30 @@ class ThreadCrew:
 
 
 async def _own(thread: WorkerThread) -> None:
-    # A limiter of its own: on the shared one, threads that wait for each other could starve.
-    with anyio.CancelScope(shield=True):
-        await anyio.to_thread.run_sync(thread.run, limiter=anyio.CapacityLimiter(1))
+    ended = LoopEvent()
+    unclaimed = [thread]
+
+    def run() -> None:
+        if _take_one(unclaimed):
+            try:
+                thread.run()
+            finally:
+                ended.set()
+
+    while unclaimed:  # asyncio's task.cancel() goes through the shield, perhaps before the thread has begun
+        with suppress(anyio.get_cancelled_exc_class()), anyio.CancelScope(shield=True):
+            # A limiter of its own: on the shared one, threads that wait for each other could starve.
+            await anyio.to_thread.run_sync(run, limiter=anyio.CapacityLimiter(1))
+    await wait_through(ended)  # what it absorbed would end this task, which is at its end
+
+
+def _take_one(tokens: list[WorkerThread]) -> bool:
+    """Whether there was one to take; of several threads that ask, one gets it."""
+    try:
+        tokens.pop()
+    except IndexError:
+        return False
+    return True
 
 
 @asynccontextmanager

@@ -43,8 +43,11 @@ class Stream(Protocol):
         :raises DeviceStreamError: on a host device's compute stream, if work before the event failed.
         """
 
-    def record(self) -> Event:
-        """The event that happens when all work queued so far is done."""
+    def record(self, reuse: Event | None = None) -> Event:
+        """The event that happens when all work queued so far is done.
+
+        ``reuse`` is an event of this stream that nobody needs any more; it may become the new one.
+        """
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Queue a copy between flat uint8 tensors of one size; both must outlive it."""

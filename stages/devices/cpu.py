@@ -60,7 +60,7 @@ class CpuCopyStream:
     def wait(self, event: Event) -> None:
         self._thread.submit(lambda: self._run(event.wait))
 
-    def record(self) -> CpuEvent:
+    def record(self, reuse: Event | None = None) -> CpuEvent:
         event = CpuEvent(self.name)
         self._thread.submit(lambda: event.happen(self._failure))
         return event
@@ -104,7 +104,7 @@ class CpuComputeStream:
     def wait(self, event: Event) -> None:
         event.wait()
 
-    def record(self) -> CpuEvent:
+    def record(self, reuse: Event | None = None) -> CpuEvent:
         event = CpuEvent(self.name)
         event.happen()
         return event

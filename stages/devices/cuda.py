@@ -51,12 +51,18 @@ class CudaStream:
         except RuntimeError as failure:
             raise DeviceStreamError(self.name, failure) from failure
 
-    def record(self) -> CudaEvent:
+    def record(self, reuse: Event | None = None) -> CudaEvent:
+        if isinstance(reuse, CudaEvent):
+            reuse.raw.record(self.raw)
+            return reuse
         return CudaEvent(self.raw, self.name)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        with torch.cuda.stream(self.raw):
+        if torch.cuda.current_stream(target.device) == self.raw:  # threads that only copy stay in the stream
             target.copy_(source, non_blocking=True)
+        else:
+            with torch.cuda.stream(self.raw):
+                target.copy_(source, non_blocking=True)
 
     def submit(self, work: Callable[[], None], nbytes: int = 0) -> None:
         with torch.cuda.stream(self.raw):

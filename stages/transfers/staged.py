@@ -55,10 +55,11 @@ class _Packing:
     def work(self, buffers: itertools.cycle[_StagingBuffer]) -> None:
         """Pack chunks until none is left. In a packing thread."""
         try:
-            for index in self._next_chunk:
-                if index >= len(self._chunks) or self._abandoned or self._failure is not None:
-                    break
-                self._pack(self._chunks[index], next(buffers))
+            with self._stream.activate():
+                for index in self._next_chunk:
+                    if index >= len(self._chunks) or self._abandoned or self._failure is not None:
+                        break
+                    self._pack(self._chunks[index], next(buffers))
         except BaseException as failure:
             self._failure = failure
         finally:
@@ -73,7 +74,7 @@ class _Packing:
         target = self._slot[chunk.image_offset : chunk.image_offset + chunk.nbytes]
         self._wait_for_slot()
         self._stream.copy(target, buffer.memory[: chunk.nbytes])
-        buffer.reader = self._stream.record()
+        buffer.reader = self._stream.record(buffer.reader)
 
     def _wait_for_slot(self) -> None:
         # As late as possible: the stream is shared with the block before, whose last chunks must not wait for our slot.
