@@ -38,7 +38,7 @@ class CallerContext:
         types = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
         cuda_in_use = torch.cuda.is_available() and torch.cuda.is_initialized()
         return cls(
-            variables=contextvars.copy_context(),
+            variables=_context_without_loop(),
             grad_enabled=torch.is_grad_enabled(),
             inference_mode=torch.is_inference_mode_enabled(),
             autocasts=tuple(
@@ -68,3 +68,13 @@ class CallerContext:
                         torch.autocast(cast.device_type, dtype=cast.dtype, cache_enabled=self.autocast_cache)
                     )
             return work()
+
+
+def _context_without_loop() -> contextvars.Context:
+    """A copy of the current context in which no event loop is said to run: none does in the thread that gets it."""
+    context = contextvars.copy_context()
+    for variable in context:
+        if variable.name == "current_async_library_cvar":  # what anyio asks before it starts a loop
+            context.run(variable.set, None)
+            break
+    return context

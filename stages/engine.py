@@ -131,8 +131,11 @@ class Engine:
     def end_request(self, place: Place) -> None:
         """Leave the place clean for the next request: no pass open, nobody told to stop. In the place's own thread."""
         stale = self._current.get(place.index)
-        if stale is not None:
-            stale.end(completed=False)
+        try:
+            if stale is not None:
+                stale.end(completed=False)
+        except Exception as failure:  # the device refuses even to record an event
+            self._ring(DeviceFailed(failure))
         place.mailbox.reset()
 
     def _ring(self, message: PassMessage) -> None:

@@ -21,7 +21,7 @@ def allocate_host(nbytes: int) -> torch.Tensor:
     :raises MemoryError: if the system has not that much.
     """
     if nbytes == 0:
-        return torch.empty(0, dtype=torch.uint8)
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
     try:
         pages = mmap.mmap(-1, page_align(nbytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as failure:

@@ -151,4 +151,6 @@ def _overlapping_groups(specs: list[TensorSpec]) -> list[_Group]:
             else:
                 current = _Group(start, end, [spec])
                 groups.append(current)
+    for group in groups:  # views of several dtypes: each must stay aligned to its own elements
+        group.start -= group.start % max(DTYPE_BYTES[spec.dtype] for spec in group.specs)
     return sorted(groups, key=lambda group: min(rank[spec.name] for spec in group.specs))

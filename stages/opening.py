@@ -78,6 +78,7 @@ async def open_engine(
         )
         for block in residents:
             await parts.load_resident(block, images[block], transfer)
+        await parts.wait_for_residents(crew)
         parts.places = [_open_place(device, crew, index, options) for index in range(options.num_places)]
         async with anyio.create_task_group() as nursery:
             engine = Engine(
@@ -134,6 +135,17 @@ class _Parts:
         event = await transfer.fetch(image, buffer, ()).issued()
         self.residents[block] = Resident(buffer, event)
         self.binder.bind(block, -1 - block, buffer)
+
+    async def wait_for_residents(self, crew: ThreadCrew) -> None:
+        """Return once every resident is there: the first pass could not tell the caller of the opening that one is not.
+
+        :raises SourceReadError: if one cannot be read.
+        """
+        try:
+            for resident in self.residents.values():
+                await crew.call(resident.event.wait, name="waiting for a resident")
+        except DeviceStreamError as failure:
+            raise failure.cause from failure
 
     def drain(self) -> None:
         """Wait, in a thread, until the device is done with everything. What failed there has been told before."""

@@ -48,7 +48,6 @@ async def attach(
     """
     binder = BlockBinder(blocks)
     guards = Guards(model, name, device.torch_device)
-    guards.check_free()
     with ExitStack() as undo:
         await source.prepare(device, crew)
         fixed = FixedTensors(inventory.fixed, device, source.is_in_module)

@@ -58,7 +58,7 @@ class OffloadConfig:
     transfer: Transfer = "auto"
     pin_host_memory: bool = True
     packing_threads: int | None = None
-    staging_chunk_bytes: int = 8 << 20
+    staging_chunk_bytes: int = 16 << 20
     run_ahead_blocks: int | None = None
     device: str | torch.device | None = None
     plan: OffloadPlan | None = None

@@ -58,7 +58,7 @@ class WeightsChangedError(StreamflowError, RuntimeError):
         self.name, self.how = name, how
         super().__init__(
             f"{name} was {how} while it is streamed, which would be lost with its slot; change weights before "
-            "opening the offload, or keep the tensor on the device (a resident block, or a non-persistent buffer)"
+            "opening the offload, or keep them outside of the streamed blocks (non-persistent buffers are)"
         )
 
 
@@ -81,6 +81,17 @@ class LoopThreadError(StreamflowError, RuntimeError):
         super().__init__(
             f"{component} was called on the thread of the offload's event loop, which would wait for itself; "
             "use `await offload.run(model, ...)`, or `with streamflow.offload(model)` where there is no loop"
+        )
+
+
+class UnsuitableWorkError(StreamflowError, TypeError):
+    """What was given to `Offload.run` cannot be called in a thread; ``work`` is its repr."""
+
+    def __init__(self, work: object, problem: str) -> None:
+        self.work, self.problem = repr(work), problem
+        super().__init__(
+            f"offload.run calls its argument in a thread of its own, but {self.work} {problem}; "
+            "give it a plain function, e.g. `await offload.run(model, inputs)`"
         )
 
 

@@ -10,6 +10,7 @@ from torch import nn
 
 from streamflow.attachment import Interceptions, attach
 from streamflow.binding.blocks import BoundBlock
+from streamflow.binding.guards import claimed
 from streamflow.binding.inventory import Inventory, take_inventory
 from streamflow.binding.poison import Poison
 from streamflow.config import ALL, OffloadConfig
@@ -28,7 +29,7 @@ from streamflow.stages.threads import ThreadCrew, open_threads
 from streamflow.stages.transfers.base import Transfer
 from streamflow.stages.transfers.direct import DirectTransfer
 from streamflow.stages.transfers.staged import open_staged
-from streamflow.support import check_model
+from streamflow.support import check_model, check_not_compiled_whole
 from streamflow.transfer_choice import ChosenTransfer, choose_transfer
 from streamflow.weights.source import ModuleSource, WeightSource
 
@@ -58,7 +59,6 @@ async def open_offload(
     :raises HostMemoryError: if page-locked images do not fit on the host.
     """
     config = effective_config(config)
-    check_model(model)
     async with open_module(model, config, "the model was loaded already", device) as offload:
         yield offload
 
@@ -73,9 +73,22 @@ async def open_module(
         pin = config.pin_host_memory and config.transfer != "staged" and not backend.is_host
         return ModuleSource(inventory, blocks, reason, config.effective_packing_threads if pin else None)
 
-    inventory = take_inventory(model, find_blocks(model, config.plan))
-    async with open_with_source(model, inventory, config, make_source, device) as offload:
-        yield offload
+    check_model(model)
+    with claimed(model, type(model).__name__):
+        inventory = inventory_of(model, config)
+        async with open_with_source(model, inventory, config, make_source, device) as offload:
+            yield offload
+
+
+def inventory_of(model: nn.Module, config: OffloadConfig) -> Inventory:
+    """The inventory of a model that is claimed; nothing is changed.
+
+    :raises PlanError: if no blocks are found.
+    :raises UnsupportedModelError: if the model cannot be streamed exactly.
+    """
+    blocks = find_blocks(model, config.plan)
+    check_not_compiled_whole(model, [block.module for block in blocks])
+    return take_inventory(model, blocks)
 
 
 def effective_config(config: OffloadConfig | Mapping[str, Any] | None) -> OffloadConfig:
@@ -99,16 +112,27 @@ async def open_with_source(
     residents = _residents(inventory, config)
     poison = Poison(backend.torch_device)
     bound = tuple(BoundBlock(tensors, poison) for tensors in inventory.blocks)
-    async with open_threads() as crew:
-        await backend.open(crew)
+    async with open_threads() as crew, _opened(backend, crew):
         source = make_source(inventory, bound, backend)
+        offload = None
         try:
             async with _open_attached(model, inventory, bound, residents, source, backend, crew, config) as offload:
                 yield offload
-            offload.mark_closed()
         finally:
-            await crew.call_through(source.release)
-            backend.close()
+            try:
+                await crew.call_through(source.release)
+            finally:
+                if offload is not None:
+                    offload.mark_closed()
+
+
+@asynccontextmanager
+async def _opened(device: Device, crew: ThreadCrew) -> AsyncIterator[None]:
+    await device.open(crew)
+    try:
+        yield
+    finally:
+        device.close()
 
 
 @asynccontextmanager
@@ -138,7 +162,7 @@ async def _open_attached(
             open_transfer=_transfer_opener(chosen, source, config),
             binder=attachment.binder,
         ) as engine:
-            admission = Admission(engine.places)
+            admission = Admission(engine.places, engine.end_request)
             component = StreamedComponent(name, engine, bound, device, admission)
             modules = [tensors.block.module for tensors in inventory.blocks]
             interceptions = Interceptions(model, modules, component)
@@ -155,8 +179,10 @@ async def _open_attached(
                 interceptions.install()
                 yield offload
             finally:
-                await offload.drain()
-                interceptions.remove()
+                try:
+                    await offload.drain()
+                finally:
+                    interceptions.remove()
 
 
 def make_device(config: OffloadConfig) -> Device:

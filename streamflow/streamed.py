@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from streamflow.binding.blocks import BoundBlock
-from streamflow.binding.inventory import Inventory, take_inventory
+from streamflow.binding.guards import claimed
+from streamflow.binding.inventory import Inventory
 from streamflow.config import OffloadConfig
-from streamflow.discovery import find_blocks
 from streamflow.errors import CheckpointUnusableError
-from streamflow.opening import effective_config, open_module, open_with_source
+from streamflow.opening import effective_config, inventory_of, open_module, open_with_source
 from streamflow.runtime.offload import Offload
 from streamflow.stages.devices.base import Device
 from streamflow.stages.threads import ThreadCrew, open_threads
@@ -98,14 +98,15 @@ async def _open_from_files(
     device: Device | None,
 ) -> AsyncIterator[Offload]:
     (finalize or nn.Module.eval)(model)
-    inventory = take_inventory(model, find_blocks(model, config.plan))
 
     def make_source(inventory: Inventory, blocks: tuple[BoundBlock, ...], backend: Device) -> WeightSource:
         return CheckpointSource(inventory, blocks, checkpoint, plan)
 
-    with lend_placeholders(model) as lent:
-        async with open_with_source(model, inventory.with_tensors(lent), config, make_source, device) as offload:
-            yield offload
+    with claimed(model, type(model).__name__):
+        inventory = inventory_of(model, config)
+        with lend_placeholders(model) as lent:
+            async with open_with_source(model, inventory.with_tensors(lent), config, make_source, device) as offload:
+                yield offload
 
 
 @asynccontextmanager

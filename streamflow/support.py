@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from torch import nn
 
 from streamflow.errors import UnsupportedModelError
@@ -18,10 +20,10 @@ _PIPELINE_MODELS = ("transformer", "transformer_2", "unet", "prior")
 
 
 def check_model(model: object) -> None:
-    """Return if ``model`` is a module that nobody else moves.
+    """Return if ``model`` is a module with its weights on the host that nobody else moves.
 
-    :raises UnsupportedModelError: if it is a pipeline (its transformer is named), no module, or managed by another
-        offloading system.
+    :raises UnsupportedModelError: if it is a pipeline (its transformer is named), no module, managed by another
+        offloading system, on an accelerator, or without its weights.
     """
     if not isinstance(model, nn.Module):
         raise UnsupportedModelError(type(model).__name__, *_what_it_is(model))
@@ -29,11 +31,38 @@ def check_model(model: object) -> None:
         for attribute, (what, fix) in _FOREIGN_HOOKS.items():
             if module.__dict__.get(attribute) is not None:
                 raise UnsupportedModelError(path or type(model).__name__, f"it carries {what}", fix)
-    on_accelerator = next((n for n, p in model.named_parameters() if p.device.type not in ("cpu", "meta")), None)
-    if on_accelerator is not None:
-        raise UnsupportedModelError(
-            on_accelerator, "it is on an accelerator already", "load the model on the host (device 'cpu')"
-        )
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.is_meta:
+            raise UnsupportedModelError(
+                name, "it is on the meta device, without values", "load the model first, or use open_streamed"
+            )
+        if tensor.device.type != "cpu":
+            raise UnsupportedModelError(
+                name, "it is on an accelerator already", "load the model on the host (device 'cpu')"
+            )
+
+
+def check_not_compiled_whole(model: nn.Module, blocks: Iterable[nn.Module]) -> None:
+    """Return if no module around the blocks is compiled: code that was fused across blocks cannot stop between them.
+
+    :raises UnsupportedModelError: if one is. Blocks, and what lies inside or beside them, may be compiled.
+    """
+    inside = {id(module) for block in blocks for module in block.modules()}
+    around = [entry for entry in model.named_modules() if any(id(m) in inside for m in entry[1].modules())]
+    for path, module in around:
+        if id(module) not in inside and _is_compiled(module):
+            raise UnsupportedModelError(
+                path or type(model).__name__,
+                "it is compiled as a whole, so that its blocks are one piece of code",
+                "compile its blocks instead (block.compile() for each)",
+            )
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    by_module_compile = module._compiled_call_impl is not None
+    by_torch_compile = "_orig_mod" in module._modules
+    forward_alone = hasattr(module.__dict__.get("forward"), "_torchdynamo_orig_callable")
+    return by_module_compile or by_torch_compile or forward_alone
 
 
 def _what_it_is(model: object) -> tuple[str, str]:

@@ -175,7 +175,7 @@ class CpuDevice:
         self._meter.take(nbytes)
         # torch aligns to 64 bytes only; kernels may choose other code, and other last bits, by alignment
         try:
-            raw = torch.empty(nbytes + ALIGNMENT_BYTES, dtype=torch.uint8)
+            raw = torch.empty(nbytes + ALIGNMENT_BYTES, dtype=torch.uint8, device=self.torch_device)
         except RuntimeError as failure:  # how torch says that the host has not that much
             self._meter.give_back(nbytes)
             raise DeviceMemoryError("cpu", nbytes, self._meter.in_use, self._meter.limit_bytes) from failure

@@ -7,7 +7,7 @@ from typing import Protocol
 
 import attrs
 
-from streamflow.stages.layout import align_up
+from streamflow.stages.layout import ALIGNMENT_BYTES, align_up
 
 
 class _Extent(Protocol):
@@ -41,12 +41,14 @@ class Chunk:
 def plan_chunks(pieces: Sequence[_Extent], chunk_bytes: int) -> tuple[Chunk, ...]:
     """Cut the pieces (by ascending offset) into chunks of at most ``chunk_bytes``; an unsplittable piece may exceed it.
 
-    Every byte of every piece is in exactly one part. Chunks are aligned as the pieces are.
+    Every byte of every piece is in exactly one part. Chunks begin where a piece does or at a multiple of 256 bytes
+    behind it: ``chunk_bytes`` is rounded down to one.
 
     :raises ValueError: if ``chunk_bytes`` is below 256.
     """
-    if chunk_bytes < 256:
-        raise ValueError(f"a chunk must have at least 256 bytes, not {chunk_bytes}")
+    if chunk_bytes < ALIGNMENT_BYTES:
+        raise ValueError(f"a chunk must have at least {ALIGNMENT_BYTES} bytes, not {chunk_bytes}")
+    chunk_bytes -= chunk_bytes % ALIGNMENT_BYTES
     chunks: list[Chunk] = []
     parts: list[Part] = []
     start_of_chunk = 0

@@ -23,8 +23,8 @@ class BoundBlock:
         self._host = tuple(tensor.data for tensor in self._tensors)
         self._poison = tuple(poison.like(tensor) for tensor in self._tensors)
         self._views: dict[int, tuple[torch.Tensor, ...]] = {}
-        self._shown: tuple[torch.Tensor, ...] = self._host
-        self._versions = 0
+        self._state = self._current_state()
+        self._is_change_told = False
 
     @property
     def host(self) -> tuple[torch.Tensor, ...]:
@@ -43,7 +43,7 @@ class BoundBlock:
     def show_poison(self) -> None:
         """Unbind.
 
-        :raises WeightsChangedError: if somebody re-pointed a tensor meanwhile.
+        :raises WeightsChangedError: if somebody re-pointed or wrote a tensor meanwhile, and was not told yet.
         """
         self._check_shown()
         self._show(self._poison)
@@ -51,7 +51,7 @@ class BoundBlock:
     def show_slot(self, place: int, buffer: torch.Tensor) -> None:
         """Bind to ``buffer``, which is always the same for one ``place``.
 
-        :raises WeightsChangedError: if somebody re-pointed a tensor meanwhile.
+        :raises WeightsChangedError: if somebody re-pointed or wrote a tensor meanwhile, and was not told yet.
         """
         self._check_shown()
         views = self._views.get(place)
@@ -65,30 +65,34 @@ class BoundBlock:
         self._views.clear()
 
     def _show(self, data: Sequence[torch.Tensor]) -> None:
-        self._shown = tuple(data)
-        for tensor, shown in zip(self._tensors, self._shown, strict=True):
+        for tensor, shown in zip(self._tensors, data, strict=True):
             tensor.data = shown
+        self._state = self._current_state()
+        self._is_change_told = False
 
     def _check_shown(self) -> None:
-        for name, tensor, shown in zip(self.names, self._tensors, self._shown, strict=True):
-            if tensor.data_ptr() != shown.data_ptr():
-                raise WeightsChangedError(name, "re-pointed")
+        if not self._is_change_told:
+            self.check_unchanged()
 
     def requires_grad(self) -> bool:
         """Whether one of the tensors asks for gradients."""
         return any(tensor.requires_grad for tensor in self._tensors)
 
-    def versions(self) -> int:
-        """A number that grows with every write through one of the tensors."""
-        return sum(tensor._version for tensor in self._tensors)
+    def check_unchanged(self) -> None:
+        """Return if no tensor was written or re-pointed since it shows what it shows now.
 
-    def check_unwritten(self, versions: int) -> None:
-        """Return if nothing was written since `versions` returned this.
-
-        :raises WeightsChangedError: if something was.
+        :raises WeightsChangedError: if one was.
         """
-        if self.versions() != versions:
-            raise WeightsChangedError(self.path, "written")
+        current = self._current_state()
+        if current != self._state:
+            self._is_change_told = True
+            changed = next(i for i, state in enumerate(current) if state != self._state[i])
+            how = "written" if current[changed][0] == self._state[changed][0] else "re-pointed"
+            raise WeightsChangedError(self.names[changed], how)
+
+    def _current_state(self) -> list[tuple[int, int]]:
+        """Address and version of each tensor; a version grows with every write through its tensor."""
+        return [(tensor.data_ptr(), tensor._version) for tensor in self._tensors]
 
 
 class BlockBinder:

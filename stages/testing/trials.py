@@ -1,0 +1,140 @@
+"""Trials: everything about a short life of an engine on the sim device, drawn from one seed."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Sequence
+
+import attrs
+
+from streamflow.stages.errors import StreamflowError
+from streamflow.stages.opening import EngineOptions, OpenTransfer
+from streamflow.stages.statistics import EngineStatistics
+from streamflow.stages.testing.blocks import ToyBlocks, toy_blocks
+from streamflow.stages.testing.sim import SimDevice
+from streamflow.stages.testing.walker import open_walker
+from streamflow.stages.walks import ImmediateWalks
+
+#: Makes the way to open a transfer for these blocks.
+OpenTransferFor = Callable[[ToyBlocks], OpenTransfer]
+
+MAX_BLOCKS = 9
+MAX_WINDOW = 4
+NUM_PASSES = 3
+
+
+class TrialError(StreamflowError, RuntimeError):
+    """An engine streamed exactly, but not as it should: too much memory, or nothing streamed at all."""
+
+
+@attrs.frozen(eq=False)
+class Trial:
+    """``passes``: for each place its passes, each a list of blocks."""
+
+    seed: int
+    blocks: ToyBlocks
+    residents: tuple[int, ...]
+    options: EngineOptions
+    passes: tuple[tuple[tuple[int, ...], ...], ...]
+
+    @property
+    def streams_anything(self) -> bool:
+        """Whether a pass visits a block that is not resident."""
+        visited = {block for passes in self.passes for visits in passes for block in visits}
+        return bool(visited - set(self.residents))
+
+    def __str__(self) -> str:
+        sizes = [image.nbytes for image in self.blocks.images.values()]
+        return f"seed {self.seed}: images of {sizes} bytes, residents {self.residents}, {self.options}, {self.passes}"
+
+
+def draw_trial(seed: int) -> Trial:
+    """1 to 9 blocks of unequal sizes, a window of 1 to 4, residents or none, one place or two that walk together, and
+    three passes in each: in order, with blocks left out, out of turn, or with blocks that come again.
+    """
+    draw = random.Random(seed)
+    num_blocks = draw.randint(1, MAX_BLOCKS)
+    sizes = [[draw.choice((0, 1, 100, 256, 700, 3000)) for _ in range(draw.randint(1, 4))] for _ in range(num_blocks)]
+    residents = [block for block in range(num_blocks) if draw.random() < 0.2] if draw.random() < 0.5 else []
+    num_places = draw.choice((1, 2))
+    options = EngineOptions(
+        window_slots=draw.randint(1, MAX_WINDOW),
+        num_places=num_places,
+        run_ahead_blocks=draw.choice((None, None, 1, 3)),
+        poison_freed_slots=draw.choice((False, True)),
+    )
+    streamed = [block for block in range(num_blocks) if block not in residents]
+    passes = tuple(
+        tuple(_draw_visits(draw, num_blocks, streamed) for _ in range(NUM_PASSES)) for _ in range(num_places)
+    )
+    return Trial(seed, toy_blocks(sizes, seed), tuple(residents), options, passes)
+
+
+def _draw_visits(draw: random.Random, num_blocks: int, streamed: Sequence[int]) -> tuple[int, ...]:
+    visits = _draw_any_visits(draw, num_blocks)
+    if streamed and not set(streamed) & set(visits):
+        return (*visits, draw.choice(streamed))  # a pass that needs no walk would leave the other place waiting for one
+    return visits
+
+
+def _draw_any_visits(draw: random.Random, num_blocks: int) -> tuple[int, ...]:
+    in_order = list(range(num_blocks))
+    kind = draw.choice(("in order", "in order", "left out", "out of turn", "again"))
+    if kind == "left out":
+        return tuple(block for block in in_order if draw.random() < 0.6)
+    if kind == "out of turn":
+        return tuple(draw.sample(in_order, draw.randint(1, num_blocks)))
+    if kind == "again":
+        return tuple(draw.choice(in_order) for _ in range(2 * num_blocks))
+    return tuple(in_order)
+
+
+async def run_trial(trial: Trial, open_transfer: OpenTransferFor) -> EngineStatistics:
+    """Run all passes, and return the statistics from before closing.
+
+    :raises Exception: what the engine met, or `WrongBytesError`, or what the sim device found left behind.
+    :raises TrialError: if the engine used more memory than window, residents and scratch, or streamed nothing.
+    """
+    device = SimDevice(trial.seed)
+    async with open_walker(
+        device,
+        trial.blocks,
+        trial.options,
+        open_transfer(trial.blocks),
+        residents=trial.residents,
+        walk_source=ImmediateWalks(min_passes=len(trial.passes)),
+    ) as walker:
+        await walker.run(*trial.passes)
+        statistics = walker.engine.statistics()
+    _check(trial, statistics)
+    return statistics
+
+
+def _check(trial: Trial, statistics: EngineStatistics) -> None:
+    declared = statistics.window_bytes + statistics.resident_bytes + statistics.scratch_bytes
+    if statistics.device_peak_bytes > declared:
+        raise TrialError(f"{trial}: the device peak is {statistics.device_peak_bytes} bytes, more than {declared}")
+    if trial.streams_anything and not statistics.num_fetches:
+        raise TrialError(f"{trial}: nothing was streamed")
+
+
+@attrs.frozen(eq=False)
+class Caught:
+    """The first trial that failed, and how."""
+
+    trial: Trial
+    failure: StreamflowError
+
+
+async def first_failure(seeds: Iterable[int], open_transfer: OpenTransferFor) -> Caught | None:
+    """Run the trials of ``seeds`` until one fails with an error of ours; None if all are exact.
+
+    :raises BaseException: any other error.
+    """
+    for seed in seeds:
+        trial = draw_trial(seed)
+        try:
+            await run_trial(trial, open_transfer)
+        except StreamflowError as failure:
+            return Caught(trial, failure)
+    return None

@@ -1,0 +1,49 @@
+"""A place lent to a thread that is no request: one that calls the model directly."""
+
+from __future__ import annotations
+
+from streamflow.runtime.admission import Admission
+from streamflow.stages.errors import EngineClosedError
+from streamflow.stages.places import Place
+from streamflow.stages.signals import ThreadEvent
+
+
+class Loan:
+    """A place for the thread that made this, from `borrow` until `give_back`; its own thread waits meanwhile.
+
+    The borrower may be the main thread, where a signal handler's exception can come between any two instructions. So
+    `give_back` belongs into a ``finally`` whose ``try`` begins before `borrow`, as its first call: it is a single call
+    into C, and all that there is to clean up happens in the place's thread.
+    """
+
+    def __init__(self) -> None:
+        self._granted = ThreadEvent()
+        self._returned = ThreadEvent()
+        self._place: Place | None = None
+        self.give_back = self._returned.set
+
+    def borrow(self, admission: Admission) -> Place:
+        """Block the calling thread until it has a place.
+
+        :raises EngineClosedError: if the offload is closed, or is closed meanwhile.
+        """
+        turn = admission.enter(self)
+        try:
+            self._granted.wait_blocking()
+        except BaseException:
+            admission.leave(turn)
+            raise
+        if self._place is None:
+            raise EngineClosedError
+        return self._place
+
+    def serve(self, place: Place) -> None:
+        self._place = place
+        self._granted.set()
+        self._returned.wait_blocking()
+
+    def refuse(self) -> None:
+        self._granted.set()
+
+    def over(self) -> None:
+        pass

@@ -1,0 +1,52 @@
+"""The engine is exact in every order that the events allow: 1,000 seeds of the sim device for each transfer."""
+
+from __future__ import annotations
+
+import anyio
+import pytest
+
+from streamflow.stages.testing.trials import OpenTransferFor, draw_trial, run_trial
+from streamflow.stages.testing.walker import open_direct, open_staged
+
+NUM_SEEDS = 1000
+NUM_CASES = 10
+LOOPS = ("asyncio", "trio")
+
+
+def seeds_of(case: int, loop: str) -> range:
+    """The seeds of a case; the two loops share the seeds between them."""
+    share = NUM_SEEDS // NUM_CASES // len(LOOPS)
+    first = (case * len(LOOPS) + LOOPS.index(loop)) * share
+    return range(first, first + share)
+
+
+def test_every_seed_has_its_case() -> None:
+    seeds = [seed for case in range(NUM_CASES) for loop in LOOPS for seed in seeds_of(case, loop)]
+    assert sorted(seeds) == list(range(NUM_SEEDS))
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("open_transfer", [open_direct, open_staged], ids=["direct", "staged"])
+@pytest.mark.parametrize("case", range(NUM_CASES))
+async def test_all_legal_orders_are_exact(case: int, open_transfer: OpenTransferFor, anyio_backend_name: str) -> None:
+    for seed in seeds_of(case, anyio_backend_name):
+        trial = draw_trial(seed)
+        with anyio.fail_after(20):
+            try:
+                await run_trial(trial, open_transfer)
+            except BaseException as failure:
+                failure.add_note(str(trial))
+                raise
+
+
+def test_the_seeds_cover_what_they_should() -> None:
+    """The seeds reach every number of blocks and window, residents, two places, skips and repeats."""
+    trials = [draw_trial(seed) for seed in range(NUM_SEEDS)]
+    combinations = {(len(trial.blocks.images), trial.options.window_slots) for trial in trials}
+    assert combinations == {(blocks, window) for blocks in range(1, 10) for window in range(1, 5)}
+    assert {trial.options.num_places for trial in trials} == {1, 2}
+    assert any(trial.residents for trial in trials)
+    assert any(set(trial.residents) == set(trial.blocks.images) for trial in trials)
+    visits = [visits for trial in trials for passes in trial.passes for visits in passes]
+    assert any(len(set(visited)) < len(visited) for visited in visits)
+    assert any(list(visited) != sorted(visited) for visited in visits)

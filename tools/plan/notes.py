@@ -1,0 +1,58 @@
+"""What to know about a plan besides its numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from streamflow.tools.plan.model_dir import LeftOut
+from streamflow.tools.plan.sources import CHECKPOINT, MODULE
+from streamflow.tools.plan.values import ComponentPlan
+from streamflow.tools.terminal import format_bytes
+
+
+def notes_of(
+    components: Sequence[ComponentPlan],
+    left_out: Sequence[LeftOut],
+    *,
+    stacks_declared: bool,
+    host_available_bytes: int | None,
+) -> tuple[str, ...]:
+    """The notes, the most general ones first."""
+    found = [
+        "Sizes and stacks come from the names and headers in the files alone, in the dtypes stored there. "
+        + ("" if stacks_declared else "A model may declare other stacks (name them with --stack). ")
+        + "Buffers that it computes itself are not in the files; opening checks everything."
+    ]
+    if not stacks_declared and any(len(plan.stacks) > 1 for plan in components):
+        found.append("Files do not tell the order in which stacks run; opening takes it from the model.")
+    for plan in components:
+        found += [f"{plan.name}: {note}" for note in _component_notes(plan, host_available_bytes)]
+    return (*found, *(f"{left.name} ({left.kind}) is left out: {left.reason}." for left in left_out))
+
+
+def _component_notes(plan: ComponentPlan, host_available_bytes: int | None) -> Iterator[str]:
+    if not plan.stacks:
+        yield "its names show no list of blocks with enough of the weights, so it cannot stream."
+        return
+    if not plan.num_slots:
+        yield "every block is resident, so nothing would stream."
+    elif plan.num_slots == plan.num_blocks - len(plan.resident_blocks):
+        yield "the window holds all streamed blocks, so each would be fetched once and stay."
+    yield from _faster_source(plan)
+    chosen = plan.chosen
+    if chosen is not None and host_available_bytes is not None and chosen.weight_host_bytes > host_available_bytes:
+        yield (
+            f"the {chosen.name} source needs {format_bytes(chosen.weight_host_bytes)} of host memory, and "
+            f"{format_bytes(host_available_bytes)} are available here."
+        )
+
+
+def _faster_source(plan: ComponentPlan) -> Iterator[str]:
+    by_name = {source.name: source for source in plan.sources}
+    if plan.source == CHECKPOINT and by_name[CHECKPOINT].transfer == "staged":
+        module = by_name[MODULE]
+        if module.transfer == "direct":
+            yield (
+                "the checkpoint is not the fastest source here, because pageable memory is packed first; a loaded "
+                f"module would be direct, for {format_bytes(module.page_locked_bytes)} of page-locked host memory."
+            )
