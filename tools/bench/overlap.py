@@ -1,0 +1,122 @@
+"""``streamflow bench overlap``: how well transfer and compute overlap on the cpu device, both modelled by sleeping.
+
+One compute unit and one link: a perfect walk takes the larger of all transfers and all computing.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import statistics
+import time
+from typing import Any
+
+import anyio
+import attrs
+import click
+import torch
+from torch import nn
+
+import streamflow
+from streamflow.stages.devices.cpu import CpuDevice
+
+#: What is aimed at, as the walk's time over the larger of transfer and compute.
+AIMS = {1.0: 1.10, 3.0: 1.05}
+
+
+class _SleepingBlock(nn.Module):
+    """Weights of ``nbytes``, and a forward that takes ``compute_s``."""
+
+    def __init__(self, nbytes: int, compute_s: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(nbytes, dtype=torch.uint8), requires_grad=False)
+        self._compute_s = compute_s
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        time.sleep(self._compute_s)
+        return x + self.weight[0]
+
+
+class _SleepingModel(nn.Module):
+    def __init__(self, num_blocks: int, nbytes: int, compute_s: float) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(_SleepingBlock(nbytes, compute_s) for _ in range(num_blocks))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@attrs.frozen
+class OverlapReading:
+    """Seconds of walks 2 to 4 (median), of all transfers and all computing; ``ratio`` is to the larger of the two."""
+
+    transfer_to_compute: float
+    num_blocks: int
+    window_blocks: int
+    transfer_s: float
+    compute_s: float
+    walk_s: float
+    ratio: float
+    aim: float
+    streamed_bytes: int
+
+
+async def measure_overlap(
+    transfer_to_compute: float, *, num_blocks: int = 24, window_blocks: int = 2, block_s: float = 0.02
+) -> OverlapReading:
+    """One reading: every block's transfer takes ``transfer_to_compute`` times as long as its computing, ``block_s``."""
+    nbytes = 1 << 20
+    device = CpuDevice(link_bytes_per_s=nbytes / (block_s * transfer_to_compute), compute_units=1)
+    model = _SleepingModel(num_blocks, nbytes, block_s)
+    x = torch.zeros(1)
+
+    def walks() -> list[float]:
+        ends = []
+        for _ in range(4):
+            model(x)
+            ends.append(time.perf_counter())
+        return [end - start for start, end in itertools.pairwise(ends)]
+
+    async with streamflow.open_offload(
+        model, {"window_blocks": window_blocks, "device": "cpu"}, device=device
+    ) as offload:
+        with torch.no_grad():
+            seconds = await offload.run(walks)
+        streamed_bytes = offload.statistics().engine.streamed_bytes
+    transfer_s, compute_s = num_blocks * block_s * transfer_to_compute, num_blocks * block_s
+    walk_s = statistics.median(seconds)
+    ratio = walk_s / max(transfer_s, compute_s)
+    return OverlapReading(
+        transfer_to_compute=transfer_to_compute,
+        num_blocks=num_blocks,
+        window_blocks=window_blocks,
+        transfer_s=transfer_s,
+        compute_s=compute_s,
+        walk_s=walk_s,
+        ratio=ratio,
+        aim=AIMS.get(transfer_to_compute, float("nan")),
+        streamed_bytes=streamed_bytes,
+    )
+
+
+async def measure_all() -> list[OverlapReading]:
+    """The readings that have an aim."""
+    return [await measure_overlap(ratio) for ratio in AIMS]
+
+
+@click.command("overlap")
+@click.option("--json", "as_json", is_flag=True, help="Print the readings as one JSON object.")
+def overlap(*, as_json: bool) -> None:
+    """Overlap of transfer and compute, both modelled on the CPU: walk time over the larger of the two."""
+    readings = anyio.run(measure_all)
+    if as_json:
+        report: dict[str, Any] = {"benchmark": "overlap", "readings": [attrs.asdict(reading) for reading in readings]}
+        click.echo(json.dumps(report, indent=2))
+        return
+    for reading in readings:
+        click.echo(
+            f"transfer {reading.transfer_to_compute:g}x compute: a walk of {reading.num_blocks} blocks takes "
+            f"{reading.walk_s:.3f} s, {reading.ratio:.3f}x the larger of the two (aim {reading.aim})"
+        )
