@@ -51,6 +51,8 @@ from streamflow.stages.walks import Claim, Decision, Fetch, WalkPlanner
 
 #: A device call on the loop that takes longer is reported.
 SLOW_CALL_S = 0.005
+#: A slot that is busy until more events than these forgets those that have happened.
+MAX_BUSY_EVENTS = 16
 
 
 @attrs.frozen
@@ -257,12 +259,12 @@ class Engine:
     def _note_use(self, block: int, event: Event) -> None:
         index = self._planner.slot_of(block)
         if index is not None:
-            self._window[index].busy_until.append(event)
+            _add_user(self._window[index].busy_until, event)
 
     def _note_end(self, ended: PassEnded) -> None:
         for slot in self._window:
             if ended.pass_id in self._planner.claims_on(slot.index):
-                slot.busy_until.append(ended.event)
+                _add_user(slot.busy_until, ended.event)
         self._planner.end(ended.pass_id, completed=ended.completed)
         self._mailboxes.pop(ended.pass_id, None)
 
@@ -346,3 +348,10 @@ class Engine:
         if seconds > SLOW_CALL_S:
             self._num_slow_calls += 1
             self.broadcast.publish(SlowDeviceCall(what, seconds))
+
+
+def _add_user(busy_until: list[Event], event: Event) -> None:
+    """One more event to wait for; the first, the copy's, stays the first."""
+    if len(busy_until) > MAX_BUSY_EVENTS:  # a block that is never evicted gathers an event with each pass
+        busy_until[1:] = [other for other in busy_until[1:] if not other.is_done()]
+    busy_until.append(event)

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import anyio
-import attrs
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
 from streamflow.stages.events import ObservedEvent
@@ -15,17 +14,12 @@ from streamflow.stages.events import ObservedEvent
 DEFAULT_CAPACITY = 4096
 
 
-@attrs.define
-class _Subscription:
-    send: MemoryObjectSendStream[ObservedEvent]
-    num_dropped: int = 0
-
-
 class Broadcast:
     """Tells every observer of every event, without waiting for any. On the loop only."""
 
     def __init__(self) -> None:
-        self._subscriptions: list[_Subscription] = []
+        self._subscriptions: list[MemoryObjectSendStream[ObservedEvent]] = []
+        self._num_dropped = 0
 
     @property
     def is_observed(self) -> bool:
@@ -34,33 +28,32 @@ class Broadcast:
 
     @property
     def num_dropped(self) -> int:
-        """Events that observers who lagged behind have lost."""
-        return sum(subscription.num_dropped for subscription in self._subscriptions)
+        """Events that observers who lagged behind have lost, those of former observers included."""
+        return self._num_dropped
 
     def publish(self, event: ObservedEvent) -> None:
         """Hand ``event`` to each observer that has room; for the others it is counted as dropped."""
-        for subscription in self._subscriptions:
+        for send in self._subscriptions:
             try:
-                subscription.send.send_nowait(event)
+                send.send_nowait(event)
             except (anyio.WouldBlock, anyio.BrokenResourceError):
-                subscription.num_dropped += 1
+                self._num_dropped += 1
 
     @contextmanager
     def subscribe(self, capacity: int = DEFAULT_CAPACITY) -> Iterator[MemoryObjectReceiveStream[ObservedEvent]]:
         """A channel of all events from here on; it ends when the engine closes. ``capacity`` is in events."""
         send, receive = anyio.create_memory_object_stream[ObservedEvent](capacity)
-        subscription = _Subscription(send)
-        self._subscriptions.append(subscription)
+        self._subscriptions.append(send)
         try:
             yield receive
         finally:
-            if subscription in self._subscriptions:
-                self._subscriptions.remove(subscription)
+            if send in self._subscriptions:
+                self._subscriptions.remove(send)
             send.close()
             receive.close()
 
     def close(self) -> None:
         """End every channel. Idempotent."""
-        for subscription in self._subscriptions:
-            subscription.send.close()
+        for send in self._subscriptions:
+            send.close()
         self._subscriptions.clear()

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager, suppress
 
-import anyio
 import attrs
 import torch
 
@@ -16,7 +15,7 @@ from streamflow.stages.errors import DeviceStreamError
 from streamflow.stages.images import BlockImage
 from streamflow.stages.places import Place
 from streamflow.stages.slots import Window
-from streamflow.stages.threads import ThreadCrew
+from streamflow.stages.threads import ThreadCrew, open_tasks
 from streamflow.stages.transfers.base import Transfer
 from streamflow.stages.walks import WalkPlanner, WalkSource
 
@@ -69,7 +68,6 @@ async def open_engine(
     planner = WalkPlanner(tuple(streamed), num_slots, walk_source)
     copy_stream = device.open_copy_stream("copy")
     parts = _Parts(device, binder, copy_stream)
-    failure: BaseException | None = None
     try:
         parts.transfer = transfer = await open_transfer(device, copy_stream, crew)
         slot_bytes = max((image.nbytes for image in streamed.values()), default=0)
@@ -80,7 +78,7 @@ async def open_engine(
             await parts.load_resident(block, images[block], transfer)
         await parts.wait_for_residents(crew)
         parts.places = [_open_place(device, crew, index, options) for index in range(options.num_places)]
-        async with anyio.create_task_group() as nursery:
+        async with open_tasks() as nursery:
             engine = Engine(
                 device=device,
                 images=images,
@@ -96,8 +94,6 @@ async def open_engine(
             nursery.start_soon(engine.serve, name="prefetch nursery")
             try:
                 yield engine
-            except BaseException as error:
-                failure = error  # raised below, outside the task group, so that it is not wrapped
             finally:
                 engine.stop_serving()
                 nursery.cancel_scope.cancel()
@@ -106,8 +102,6 @@ async def open_engine(
             await crew.call_through(parts.drain)
         finally:
             parts.release()
-    if failure is not None:
-        raise failure
 
 
 def _open_place(device: Device, crew: ThreadCrew, index: int, options: EngineOptions) -> Place:

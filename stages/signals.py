@@ -65,7 +65,8 @@ class Doorbell(Generic[Message]):
             except BaseException:  # of a signal handler, in a thread that is no request: the next ring wakes the loop
                 self._wake_pending = False
                 raise
-            if not delivered:
+            if not delivered:  # the loop is gone: nobody will ever ask for the messages
+                self.close()
                 self.num_late += 1
 
     def _on_wake(self) -> None:

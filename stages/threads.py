@@ -127,11 +127,11 @@ class ThreadCrew:
             if undo is not None and job.result.exception() is None:
                 undoing = self._begin(lambda: undo(job.result.result()), f"{name} undo")
                 urgent = more_urgent(urgent, await wait_through(undoing.finished))
-            raise urgent
+            raise urgent from None
         return job.result.result()
 
     async def call_through(self, work: Callable[[], Result]) -> Result:
-        """What ``work`` returns, run in a thread to its end. For clean-up: what interrupts the wait is raised after it."""
+        """What ``work`` returns, run in a thread to its end. For clean-up: an interruption is raised after it."""
         job = self._begin(work, "clean-up")
         absorbed = await wait_through(job.finished)
         if absorbed is not None:
@@ -181,14 +181,36 @@ def _take_one(tokens: list[WorkerThread]) -> bool:
 @asynccontextmanager
 async def open_threads() -> AsyncIterator[ThreadCrew]:
     """A crew of threads; leaving waits until each has run its queue empty, also under cancellation."""
-    failure: BaseException | None = None
-    async with anyio.create_task_group() as task_group:
+    async with open_tasks() as task_group:
         crew = ThreadCrew(task_group)
         try:
             yield crew
-        except BaseException as error:
-            failure = error  # raised below, outside the task group, so that it is not wrapped
         finally:
             crew.finish()
+
+
+@asynccontextmanager
+async def open_tasks() -> AsyncIterator[anyio.abc.TaskGroup]:
+    """A task group that lets an error of its body, else of its first task to fail, out as it is: not in an exception
+    group, nor lost to a cancellation.
+    """
+    failure: BaseException | None = None
+    try:
+        async with anyio.create_task_group() as task_group:
+            try:
+                yield task_group
+            except BaseException as error:
+                failure = error
+    except anyio.get_cancelled_exc_class():
+        if failure is None:
+            raise
+    except BaseExceptionGroup as group:
+        if failure is None or isinstance(failure, anyio.get_cancelled_exc_class()):  # because of the task
+            failure = _first_of(group)
     if failure is not None:
         raise failure
+
+
+def _first_of(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    first = group.exceptions[0]
+    return _first_of(first) if isinstance(first, BaseExceptionGroup) else first

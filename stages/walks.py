@@ -276,7 +276,7 @@ class WalkPlanner:
                     yield Claim(pass_id, slot.block, index, slot.generation, state.serial, rank)
 
     def _may_run_ahead(self, pass_id: int, state: _Pass, block: int) -> bool:
-        """Whether the pass may be told of ``block``, which it has not asked for: it is near, and nothing else is due."""
+        """Whether the pass may be told of ``block``, which it has not asked for: it is near, and nothing is due."""
         if state.wanted is not None:
             index = self.slot_of(state.wanted)
             if index is None or pass_id not in self._slots[index].claims:

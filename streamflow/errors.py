@@ -103,6 +103,15 @@ class CheckpointUnusableError(StreamflowError, ValueError):
         super().__init__(f"{path}: {problem}; it cannot be streamed directly either ({code}: {reason})")
 
 
+class DiffusersUnavailableError(StreamflowError, ImportError):
+    """The diffusers library is not installed."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "diffusers is needed to build its models; pip install 'streamflow-offload[diffusers]'", name="diffusers"
+        )
+
+
 class HostMemoryError(StreamflowError, MemoryError):
     """Host memory for the block images does not fit under the machine's or the cgroup's limit."""
 

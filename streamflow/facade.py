@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import contextvars
+import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractAsyncContextManager, ExitStack, contextmanager
+from contextlib import AbstractAsyncContextManager, contextmanager
 from typing import Any, ParamSpec, TypeVar
 
 import anyio
-import anyio.to_thread
-from anyio.from_thread import BlockingPortal, start_blocking_portal
 from torch import nn
 
 from streamflow.config import OffloadConfig
@@ -16,23 +16,97 @@ from streamflow.opening import open_offload
 from streamflow.runtime.offload import Offload, State
 from streamflow.runtime.statistics import OffloadStatistics
 from streamflow.stages.devices.base import Device
+from streamflow.stages.errors import EngineClosedError
+from streamflow.stages.signals import ThreadEvent, loop_waker
+from streamflow.stages.threads import open_threads
 
 Params = ParamSpec("Params")
 Result = TypeVar("Result")
 
 
 class _LoopThread:
-    """An event loop in a thread, with an offload open on it."""
+    """An event loop in a thread, and an offload that is open on it from `open` to `close`.
 
-    def __init__(self, opened: AbstractAsyncContextManager[Offload]) -> None:
-        with ExitStack() as stack:
-            portal: BlockingPortal = stack.enter_context(start_blocking_portal("asyncio", name="streamflow loop"))
-            self.offload = stack.enter_context(portal.wrap_async_context_manager(opened))
-            self._stack = stack.pop_all()
+    The thread has no task that owns it, for want of a loop: whoever made this has to `close` it. Its loop is trio's,
+    whose threads are daemons like itself, so that a process which forgets to close can end.
+    """
+
+    def __init__(self, opening: AbstractAsyncContextManager[Offload]) -> None:
+        self._opening = opening
+        self._offload: Offload | None = None
+        self._failure: BaseException | None = None
+        self._opened = ThreadEvent()
+        self._stopped = False
+        self._cancel: Callable[[], object] | None = None
+        # a context of its own: in the caller's, a loop may run
+        run = contextvars.Context().run
+        self._thread = threading.Thread(target=run, args=(self._run,), name="streamflow loop", daemon=True)
+
+    def open(self) -> Offload:
+        """The offload, once it is open. Blocks; for one thread, once. What interrupts it leaves the rest to `close`.
+
+        :raises EngineClosedError: if it is stopped meanwhile.
+
+        All that `open_offload` raises, too.
+        """
+        self._thread.start()
+        self._opened.wait_blocking()
+        if self._failure is not None:
+            raise self._failure
+        if self._offload is None:
+            raise EngineClosedError
+        return self._offload
+
+    @property
+    def offload(self) -> Offload:
+        """The offload that is, or was, open.
+
+        :raises EngineClosedError: if it was never opened.
+        """
+        if self._offload is None:
+            raise EngineClosedError
+        return self._offload
+
+    def stop(self) -> None:
+        """Begin to close, also in the middle of opening. From any thread; returns at once. Idempotent."""
+        self._stopped = True
+        if self._cancel is not None:
+            self._cancel()
 
     def close(self) -> None:
-        """Close the offload, then end the loop and its thread. Idempotent."""
-        self._stack.close()
+        """Close the offload and end the thread; returns when all is given back. From any thread. Idempotent.
+
+        Interrupts that come meanwhile are raised in the end: only another closing could do what is left of this one.
+        """
+        self.stop()
+        interruption: KeyboardInterrupt | None = None
+        while self._thread.is_alive():
+            try:
+                self._thread.join()
+            except KeyboardInterrupt as interrupt:
+                interruption = interrupt
+        if interruption is not None:
+            raise interruption
+        if self._failure is not None and self._offload is not None:
+            raise self._failure
+
+    def _run(self) -> None:
+        try:
+            anyio.run(self._main, backend="trio")
+        except BaseException as failure:
+            self._failure = failure
+        finally:
+            self._opened.set()
+
+    async def _main(self) -> None:
+        with anyio.CancelScope() as scope:
+            wake_loop = loop_waker()
+            self._cancel = lambda: wake_loop(scope.cancel)
+            if self._stopped:  # before there was anything to cancel
+                return
+            async with self._opening as self._offload:
+                self._opened.set()
+                await anyio.sleep_forever()
 
 
 @contextmanager
@@ -42,22 +116,22 @@ def offload(
     """`open_offload` where there is no event loop: call the model directly from any thread while it is open.
 
     A direct call occupies the offload for one forward; its results are ready for the calling thread's current stream.
-    An interrupt (SIGINT) ends the forward it comes in, and leaves the next one exact. See `open_offload` for arguments
-    and errors.
+    An interrupt (SIGINT) ends the forward it comes in and leaves the next one exact; one that comes while this opens
+    leaves nothing open, and one that comes while it closes is raised when it has. See `open_offload` for arguments and
+    errors.
     """
     thread = _LoopThread(open_offload(model, config, device=device))
     try:
-        yield thread.offload
+        yield thread.open()
     finally:
         thread.close()
 
 
 class StartedOffload:
-    """An offload on a loop thread of its own. Made by `start_offload`; `aclose` ends it, from any task of any loop."""
+    """An offload on a loop thread of its own. Made by `start_offload`; ends with `aclose`, from any task of any loop."""
 
     def __init__(self, thread: _LoopThread) -> None:
         self._thread = thread
-        self._closing = False
 
     @property
     def offload(self) -> Offload:
@@ -78,12 +152,8 @@ class StartedOffload:
         return await self.offload.run(work, *args, **kwargs)
 
     async def aclose(self) -> None:
-        """Close it; returns when everything is given back. Idempotent. A cancelled call closes it all the same."""
-        if self._closing:
-            return
-        self._closing = True
-        with anyio.CancelScope(shield=True):
-            await anyio.to_thread.run_sync(self._thread.close, limiter=anyio.CapacityLimiter(1))
+        """Close it; returns when everything is given back, every time. A cancelled call closes all the same, then ends."""
+        await _close(self._thread)
 
     def __repr__(self) -> str:
         return f"<StartedOffload {self.offload!r}>"
@@ -94,12 +164,20 @@ async def start_offload(
 ) -> StartedOffload:
     """`open_offload` where opening and closing happen in different tasks (notebook cells, replicas, fixtures).
 
-    The caller owns the result and must `aclose` it. A cancelled call leaves nothing open. See `open_offload` for
-    arguments and errors.
+    The caller owns the result and must `aclose` it: until then the model stays attached. A process that ends without
+    having done so ends all the same; there is nothing to save. A cancelled call leaves nothing open. See `open_offload`
+    for arguments and errors.
     """
-    with anyio.CancelScope(shield=True) as scope:
-        started = await anyio.to_thread.run_sync(
-            lambda: _LoopThread(open_offload(model, config, device=device)), limiter=anyio.CapacityLimiter(1)
-        )
-    del scope
-    return StartedOffload(started)
+    thread = _LoopThread(open_offload(model, config, device=device))
+    try:
+        async with open_threads() as crew:
+            await crew.call(thread.open, on_cancel=thread.stop, name="start of an offload")
+    except BaseException:
+        await _close(thread)
+        raise
+    return StartedOffload(thread)
+
+
+async def _close(thread: _LoopThread) -> None:
+    async with open_threads() as crew:
+        await crew.call_through(thread.close)

@@ -16,6 +16,7 @@ from streamflow.binding.poison import Poison
 from streamflow.config import ALL, OffloadConfig
 from streamflow.discovery import find_blocks
 from streamflow.errors import ConfigurationError
+from streamflow.interrupts import uninterrupted
 from streamflow.residency import choose_residents
 from streamflow.runtime.admission import Admission
 from streamflow.runtime.component import StreamedComponent
@@ -38,6 +39,7 @@ MakeSource = Callable[[Inventory, tuple[BoundBlock, ...], Device], WeightSource]
 
 
 @asynccontextmanager
+@uninterrupted
 async def open_offload(
     model: nn.Module, config: OffloadConfig | Mapping[str, Any] | None = None, *, device: Device | None = None
 ) -> AsyncIterator[Offload]:
@@ -209,12 +211,16 @@ def _residents(inventory: Inventory, config: OffloadConfig) -> tuple[int, ...]:
 
 
 def _choose_transfer(config: OffloadConfig, device: Device, source: WeightSource) -> ChosenTransfer:
-    return choose_transfer(
-        config.transfer,
-        device_is_host=device.is_host,
-        page_locked=all(image.page_locked for image in source.images.values()),
-        why_not_locked=f"the {source.name} source is pageable memory (pin_host_memory={config.pin_host_memory})",
-    )
+    try:
+        return choose_transfer(
+            config.transfer,
+            device_is_host=device.is_host,
+            page_locked=all(image.page_locked for image in source.images.values()),
+            why_not_locked=f"the {source.name} source is pageable memory (pin_host_memory={config.pin_host_memory})",
+            why_not_direct=source.why_not_direct,
+        )
+    except ValueError as refusal:
+        raise ConfigurationError([str(refusal)]) from None
 
 
 def _transfer_opener(

@@ -14,6 +14,7 @@ from streamflow.binding.guards import claimed
 from streamflow.binding.inventory import Inventory
 from streamflow.config import OffloadConfig
 from streamflow.errors import CheckpointUnusableError
+from streamflow.interrupts import uninterrupted
 from streamflow.opening import effective_config, inventory_of, open_module, open_with_source
 from streamflow.runtime.offload import Offload
 from streamflow.stages.devices.base import Device
@@ -21,11 +22,12 @@ from streamflow.stages.threads import ThreadCrew, open_threads
 from streamflow.weights.adapters import CheckpointAdapter
 from streamflow.weights.checkpoint import Checkpoint, open_checkpoint
 from streamflow.weights.checkpoint_plan import CheckpointFallback, CheckpointPlan, FallbackCode
-from streamflow.weights.needed import needed_tensors
+from streamflow.weights.needed import needed_tensors, never_computed
 from streamflow.weights.ordinary_loading import load_ordinarily
 from streamflow.weights.preflight import preflight
 from streamflow.weights.skeleton import build_skeleton, lend_placeholders
 from streamflow.weights.source import CheckpointSource, WeightSource
+from streamflow.weights.source_matching import some
 from streamflow.weights.topology import WeightTopology
 
 
@@ -37,6 +39,7 @@ class Streamed(NamedTuple):
 
 
 @asynccontextmanager
+@uninterrupted
 async def open_streamed(
     build: Callable[[], nn.Module],
     checkpoint_dir: str | os.PathLike[str],
@@ -70,18 +73,25 @@ async def open_streamed(
         model = await crew.call(lambda: build_skeleton(build), name="building")
         checkpoint = await crew.call(lambda: open_checkpoint(checkpoint_dir), undo=Checkpoint.close, name="opening")
         stack.push_async_callback(crew.call_through, checkpoint.close)
-        answer = await crew.call(
-            lambda: preflight(
-                needed_tensors(model), checkpoint.entries, adapters, _topology(config), same_bytes=checkpoint.same_bytes
-            ),
-            name="preflight",
-        )
+        answer = await crew.call(lambda: _examine(model, checkpoint, adapters, config), name="preflight")
         if isinstance(answer, CheckpointPlan):
             opened = _open_from_files(model, checkpoint, answer, config, finalize, device)
         else:
             model = await _load(model, checkpoint, answer, load, bool(adapters), crew)
             opened = _open_loaded(model, answer, config, finalize, device)
         yield Streamed(await stack.enter_async_context(opened), model)
+
+
+def _examine(
+    skeleton: nn.Module, checkpoint: Checkpoint, adapters: tuple[CheckpointAdapter, ...], config: OffloadConfig
+) -> CheckpointPlan | CheckpointFallback:
+    """A plan only where the files and the skeleton together hold every value of the model."""
+    needed = needed_tensors(skeleton)
+    answer = preflight(needed, checkpoint.entries, adapters, _topology(config), same_bytes=checkpoint.same_bytes)
+    problems = tuple(never_computed(skeleton))
+    if isinstance(answer, CheckpointPlan) and problems:
+        return CheckpointFallback(FallbackCode.CHECKPOINT_PLAN_INCOMPATIBLE, some(problems, "; "), problems)
+    return answer
 
 
 def _topology(config: OffloadConfig) -> WeightTopology:

@@ -13,18 +13,23 @@ class ChosenTransfer:
     reason: str
 
 
-def choose_transfer(asked: str, *, device_is_host: bool, page_locked: bool, why_not_locked: str) -> ChosenTransfer:
+def choose_transfer(
+    asked: str, *, device_is_host: bool, page_locked: bool, why_not_locked: str, why_not_direct: str | None = None
+) -> ChosenTransfer:
     """The transfer for blocks of one source; ``asked`` is the option.
 
-    :raises ValueError: if ``direct`` was asked for and the device cannot read the source's memory.
+    ``why_not_direct``: what rules a direct transfer out whatever the memory is like; None if nothing does.
+
+    :raises ValueError: if ``direct`` was asked for and the device cannot read the blocks as they lie in the source.
     """
-    can_be_direct = device_is_host or page_locked
     if asked == "staged":
         return ChosenTransfer("staged", "asked for")
-    if asked == "direct" and not can_be_direct:
-        raise ValueError(f"transfer='direct' is not possible: {why_not_locked}; use transfer='auto'")
+    if why_not_direct is None and not (device_is_host or page_locked):
+        why_not_direct = why_not_locked
+    if why_not_direct is not None:
+        if asked == "direct":
+            raise ValueError(f"transfer='direct' is not possible: {why_not_direct}; use transfer='auto'")
+        return ChosenTransfer("staged", why_not_direct)
     if device_is_host:
         return ChosenTransfer("direct", "the device is the host and reads the source itself")
-    if page_locked:
-        return ChosenTransfer("direct", "the block images are page-locked")
-    return ChosenTransfer("staged", why_not_locked)
+    return ChosenTransfer("direct", "the block images are page-locked")

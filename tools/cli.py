@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 from collections.abc import Mapping
 from typing import IO, Any
 
@@ -93,7 +92,9 @@ BENCHMARKS = {
         "One step of a FLUX.1-shaped transformer: streamed against resident and the link limit, in one run.",
     ),
     "overlap": Program(
-        "streamflow.tools.bench.overlap", "overlap", "How much of a modelled transfer is hidden behind the compute."
+        "streamflow.tools.bench.overlap",
+        "overlap",
+        "Overlap of transfer and compute, both modelled on the CPU: walk time over the larger of the two.",
     ),
 }
 

@@ -27,7 +27,8 @@ def progress_console() -> Console:
 
 
 def _console(stream: TextIO) -> Console:
-    return Console(file=stream, highlight=False, width=None if stream.isatty() else PLAIN_WIDTH)
+    # no markup: texts are paths and messages, where [brackets] are brackets
+    return Console(file=stream, markup=False, highlight=False, width=None if stream.isatty() else PLAIN_WIDTH)
 
 
 def progress_bars() -> Progress:

@@ -37,8 +37,8 @@ class SimLeftoverError(StreamflowError, RuntimeError):
         self.queued, self.in_use_bytes = dict(queued), in_use_bytes
         self.num_buffers, self.num_page_locks = num_buffers, num_page_locks
         super().__init__(
-            f"the sim device was closed with work queued ({self.queued}), {num_buffers} buffers of {in_use_bytes} bytes "
-            f"and {num_page_locks} page locks in use; wait for the streams and free everything first"
+            f"the sim device was closed with work queued ({self.queued}) and with {num_buffers} buffers of "
+            f"{in_use_bytes} bytes and {num_page_locks} page locks in use; wait for the streams and free everything first"
         )
 
 
@@ -192,7 +192,7 @@ class Machine:
         self._changed.wait()
 
     def _move(self) -> bool:
-        """Let one entry happen, of a random queue that can move; whether there was one. The lock is held at both ends."""
+        """Let one entry happen, of a random queue that can move; whether there was one. Gives the lock up meanwhile."""
         movable = [queue for queue in self._queues if queue.can_move()]
         if not movable:
             return False

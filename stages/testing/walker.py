@@ -166,9 +166,7 @@ def open_staged(blocks: ToyBlocks, *, num_threads: int = 2, chunk_bytes: int = 5
 
     async def open_it(device: Device, stream: Stream, crew: ThreadCrew) -> Transfer:
         images = list(blocks.images.values())
-        return await staged.open_staged(
-            device, stream, crew, images, num_threads=num_threads, chunk_bytes=chunk_bytes
-        )
+        return await staged.open_staged(device, stream, crew, images, num_threads=num_threads, chunk_bytes=chunk_bytes)
 
     return open_it
 

@@ -47,7 +47,7 @@ class Transfer(Protocol):
         """Page-locked host bytes that it holds."""
 
     def fetch(self, image: BlockImage, slot: torch.Tensor, after: Sequence[Event]) -> Fetching:
-        """Begin to bring ``image`` into ``slot`` (flat uint8, no smaller than the image) once ``after`` has happened."""
+        """Begin to bring ``image`` into ``slot`` (flat uint8, no smaller than it) once ``after`` has happened."""
 
     def close(self) -> None:
         """Free what it holds. Idempotent."""

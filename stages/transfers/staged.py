@@ -94,6 +94,7 @@ class _Packing:
                 self.event = self._stream.record()
         except BaseException as failure:
             self._failure = failure
+        del self._slot  # a cancelled fetch may stay in a traceback, and must not keep device memory with it
         self._issued.set()
 
     async def issued(self) -> Event:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 
 import torch
@@ -10,6 +11,9 @@ from streamflow.binding.inventory import BlockTensors
 from streamflow.binding.poison import Poison
 from streamflow.errors import WeightsChangedError
 from streamflow.stages.images import view_of
+
+
+_VERSION = operator.attrgetter("_version")
 
 
 class BoundBlock:
@@ -86,13 +90,22 @@ class BoundBlock:
         current = self._current_state()
         if current != self._state:
             self._is_change_told = True
-            changed = next(i for i, state in enumerate(current) if state != self._state[i])
-            how = "written" if current[changed][0] == self._state[changed][0] else "re-pointed"
-            raise WeightsChangedError(self.names[changed], how)
+            for how, now, before in zip(("re-pointed", "written"), current, self._state, strict=True):
+                for name, found, expected in zip(self.names, now, before, strict=True):
+                    if found != expected:
+                        raise WeightsChangedError(name, how)
 
-    def _current_state(self) -> list[tuple[int, int]]:
+    def check_unwritten(self) -> None:
+        """The part of `check_unchanged` that is cheap enough for after every block: writes, not re-pointing.
+
+        :raises WeightsChangedError: if a tensor was written.
+        """
+        if list(map(_VERSION, self._tensors)) != self._state[1]:
+            self.check_unchanged()
+
+    def _current_state(self) -> tuple[list[int], list[int]]:
         """Address and version of each tensor; a version grows with every write through its tensor."""
-        return [(tensor.data_ptr(), tensor._version) for tensor in self._tensors]
+        return list(map(torch.Tensor.data_ptr, self._tensors)), list(map(_VERSION, self._tensors))
 
 
 class BlockBinder:

@@ -27,6 +27,7 @@ class Interception:
         self._module = module
         self._around = around
         self._found = {key: module.__dict__[key] for key in (_COMPILED_CALL, "forward") if key in module.__dict__}
+        self._installed: dict[str, Callable[..., Any]] = {}
 
     def install(self) -> None:
         """Stand between from now on."""
@@ -43,13 +44,19 @@ class Interception:
             return self._around(original_forward, args, kwargs)
 
         # past nn.Module.__setattr__: a compiled wrapper would hand the attribute on to what it wraps
-        object.__setattr__(self._module, _COMPILED_CALL, call)
-        object.__setattr__(self._module, "forward", forward)
+        self._installed = {_COMPILED_CALL: call, "forward": forward}
+        for key, ours in self._installed.items():
+            object.__setattr__(self._module, key, ours)
 
     def remove(self) -> None:
-        """Leave the module as it was found. Idempotent. Whoever kept our callables meanwhile calls the module's own."""
+        """Leave the module as it was found, and what somebody put around us meanwhile in place. Idempotent.
+
+        Whoever kept our callables then calls the module's own.
+        """
         self._around = _straight
-        for key in (_COMPILED_CALL, "forward"):
+        for key, ours in self._installed.items():
+            if self._module.__dict__.get(key) is not ours:
+                continue
             if key in self._found:
                 object.__setattr__(self._module, key, self._found[key])
             else:

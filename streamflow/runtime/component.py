@@ -104,6 +104,7 @@ class StreamedComponent:
         finally:
             self._state.place = None
             loan.give_back()
+            loan.wait_over()
 
     def _pass_in(self, place: Place, work: Callable[[], Any], whole: bool) -> Any:
         # The state is set and reset by plain assignments, first thing inside try and finally: no exception of a signal
@@ -131,11 +132,10 @@ class StreamedComponent:
         hooks_cpu_s = 0.0
         try:
             self._state.block = index
-            block.check_unchanged()
             hooks_cpu_s = time.thread_time() - started
             result = call(*args, **kwargs)
             started = time.thread_time()
-            block.check_unchanged()
+            block.check_unwritten()
         finally:
             self._state.block = None
             begun.leave(index)

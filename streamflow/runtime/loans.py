@@ -13,12 +13,13 @@ class Loan:
 
     The borrower may be the main thread, where a signal handler's exception can come between any two instructions. So
     `give_back` belongs into a ``finally`` whose ``try`` begins before `borrow`, as its first call: it is a single call
-    into C, and all that there is to clean up happens in the place's thread.
+    into C, and all that there is to clean up happens in the place's thread. `wait_over` may follow.
     """
 
     def __init__(self) -> None:
         self._granted = ThreadEvent()
         self._returned = ThreadEvent()
+        self._over = ThreadEvent()
         self._place: Place | None = None
         self.give_back = self._returned.set
 
@@ -46,4 +47,9 @@ class Loan:
         self._granted.set()
 
     def over(self) -> None:
-        pass
+        self._over.set()
+
+    def wait_over(self) -> None:
+        """Block the calling thread, which got the place and gave it back, until the place is free for the next."""
+        if self._place is not None:
+            self._over.wait_blocking()

@@ -10,6 +10,7 @@ import attrs
 from anyio.streams.memory import MemoryObjectReceiveStream
 
 from streamflow.config import OffloadConfig
+from streamflow.interrupts import uninterrupted
 from streamflow.runtime.admission import Admission
 from streamflow.runtime.component import StreamedComponent
 from streamflow.runtime.requests import Request
@@ -72,6 +73,7 @@ class Offload:
             return "broken"
         return self._phase
 
+    @uninterrupted
     async def run(self, work: Callable[Params, Result], *args: Params.args, **kwargs: Params.kwargs) -> Result:
         """What ``work(*args, **kwargs)`` returns: it is called in a thread of the offload's own, where the streamed
         model may be used. Grad and inference mode, autocast, default device and context variables of the caller are in

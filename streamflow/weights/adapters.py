@@ -1,8 +1,8 @@
 """Checkpoint adapters: the steps of loading that make a module's tensors from a checkpoint's, one tensor at a time.
 
-A ``RenameAdapter`` maps names. A ``TransformAdapter`` computes one tensor of the module from one or more of the
-checkpoint; ``TensorAdapter`` takes any function, ``GroupedQKVAdapter`` is a ready-made one. Preflight proves what they
-make on meta tensors, so a transform must work on those: it may not look at values.
+A ``RenameAdapter`` maps names. A ``DropAdapter`` leaves tensors out. A ``TransformAdapter`` computes one tensor of the
+module from one or more of the checkpoint; ``TensorAdapter`` takes any function, ``GroupedQKVAdapter`` is a ready-made
+one. Preflight proves what they make on meta tensors, so a transform must work on those: it may not look at values.
 """
 
 from __future__ import annotations
@@ -42,6 +42,28 @@ class RenameAdapter:
             return self.names[name]
         prefix = max((prefix for prefix in self.prefixes if name.startswith(prefix)), key=len, default=None)
         return name if prefix is None else self.prefixes[prefix] + name[len(prefix) :]
+
+
+def _names(value: Iterable[str]) -> tuple[str, ...]:
+    if isinstance(value, str):
+        raise ValueError(f"the names to drop must be a tuple of names, not one text: ({value!r},)")
+    return tuple(value)
+
+
+@attrs.frozen(eq=False)
+class DropAdapter:
+    """Tensors of the checkpoint that the module is not made from, though its files hold them.
+
+    ``names`` are names as the checkpoint has them, before any renaming, perhaps with the wildcards ``*`` and ``?``. A
+    dropped tensor is no source of anything: a module that needs it finds it missing.
+
+    :raises ValueError: if ``names`` is one text.
+    """
+
+    names: tuple[str, ...] = attrs.field(converter=_names)
+
+    def drops(self, name: str) -> bool:
+        return any(match_name(pattern, name) is not None for pattern in self.names)
 
 
 @attrs.frozen(eq=False)
@@ -171,4 +193,4 @@ class GroupedQKVAdapter(TransformAdapter):
 
 
 #: Every kind of adapter that a checkpoint may be opened with.
-CheckpointAdapter: TypeAlias = RenameAdapter | TransformAdapter
+CheckpointAdapter: TypeAlias = RenameAdapter | DropAdapter | TransformAdapter

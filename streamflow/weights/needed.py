@@ -26,6 +26,16 @@ def needed_tensors(model: nn.Module) -> list[Needed]:
     return [_needed(tensors[key], list(dict.fromkeys(own)), overlaps[own[0]]) for key, own in names.items()]
 
 
+def never_computed(model: nn.Module) -> list[str]:
+    """What is wrong with each buffer of a skeleton that no file holds and that was filled in uninitialised memory."""
+    persistent = {name for tensor in needed_tensors(model) for name in tensor.names}
+    return [
+        f"nothing gives the non-persistent buffer {name} its values"
+        for name, buffer in model.named_buffers()
+        if buffer.is_meta and name not in persistent
+    ]
+
+
 def _overlaps(specs: Iterable[TensorSpec]) -> dict[str, tuple[str, ...]]:
     """For each tensor the others that share memory with it, by their first names."""
     by_storage: dict[Hashable, list[TensorSpec]] = {}

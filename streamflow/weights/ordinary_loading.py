@@ -11,7 +11,7 @@ from torch import nn
 from streamflow.errors import CheckpointUnusableError
 from streamflow.weights.checkpoint import Checkpoint
 from streamflow.weights.checkpoint_plan import CheckpointFallback, Needed
-from streamflow.weights.needed import needed_tensors
+from streamflow.weights.needed import needed_tensors, never_computed
 from streamflow.weights.tensor_reading import read_tensor
 
 
@@ -21,7 +21,8 @@ def load_ordinarily(skeleton: nn.Module, checkpoint: Checkpoint, fallback: Check
     :raises CheckpointUnusableError: if names or shapes do not match, or a non-persistent buffer was never computed.
     """
     needed = needed_tensors(skeleton)
-    problems = [*_mismatches(needed, checkpoint), *_never_computed(skeleton)]
+    uncomputed = (f"{problem} (pass load=)" for problem in never_computed(skeleton))
+    problems = [*_mismatches(needed, checkpoint), *uncomputed]
     if problems:
         raise CheckpointUnusableError(checkpoint.path, fallback.code, fallback.reason, "; ".join(problems))
     loaded = {name: _read(tensor, checkpoint) for tensor in needed for name in tensor.names[:1]}
@@ -53,13 +54,6 @@ def _mismatches(needed: list[Needed], checkpoint: Checkpoint) -> Iterator[str]:
 
 def _some(names: list[str]) -> str:
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-
-
-def _never_computed(model: nn.Module) -> Iterator[str]:
-    persistent = {name for tensor in needed_tensors(model) for name in tensor.names}
-    for name, buffer in model.named_buffers():
-        if buffer.is_meta and name not in persistent:
-            yield f"nothing gives the non-persistent buffer {name} its values (pass load=)"
 
 
 def _read(needed: Needed, checkpoint: Checkpoint) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 The answer is a plan only where it is proven that loading the module the ordinary way would give the same bytes: each
 parameter and persistent buffer has exactly one source of its own shape and dtype, and no tensor of the checkpoint is
-left over. Anything else is a fallback with a code and the reasons.
+left over, but for those that a DropAdapter names. Anything else is a fallback with a code and the reasons.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 
-from streamflow.weights.adapters import CheckpointAdapter, RenameAdapter, TransformAdapter
+from streamflow.weights.adapters import CheckpointAdapter, DropAdapter, RenameAdapter, TransformAdapter
 from streamflow.weights.checkpoint_plan import CheckpointFallback, CheckpointPlan, FallbackCode, Needed
 from streamflow.weights.safetensors_header import TensorEntry
 from streamflow.weights.source_matching import SameBytes, SourceMatcher, some
@@ -51,8 +51,8 @@ def preflight(
 
 def _check_adapters(adapters: Iterable[object]) -> None:
     for adapter in adapters:
-        if not isinstance(adapter, (RenameAdapter, TransformAdapter)):
-            raise TypeError(f"a RenameAdapter or a TransformAdapter is expected, not {adapter!r}")
+        if not isinstance(adapter, (RenameAdapter, DropAdapter, TransformAdapter)):
+            raise TypeError(f"a RenameAdapter, a DropAdapter or a TransformAdapter is expected, not {adapter!r}")
 
 
 def _check_distinct(needed: Iterable[Needed]) -> None:

@@ -37,6 +37,10 @@ class WeightSource(Protocol):
         """Why this one."""
 
     @property
+    def why_not_direct(self) -> str | None:
+        """Why no block may be transferred directly, whatever its memory is like; None: it may."""
+
+    @property
     def images(self) -> Mapping[int, BlockImage]:
         """The block images, by block."""
 
@@ -67,6 +71,7 @@ class ModuleSource:
     """
 
     name = "module"
+    why_not_direct = None
 
     def __init__(
         self, inventory: Inventory, blocks: Sequence[BoundBlock], reason: str, num_pin_threads: int | None
@@ -114,7 +119,7 @@ class CheckpointSource:
     def __init__(
         self, inventory: Inventory, blocks: Sequence[BoundBlock], checkpoint: Checkpoint, plan: CheckpointPlan
     ) -> None:
-        self.reason = "every tensor of the model has exactly one source in the files"
+        self.reason = "every tensor of the model has exactly one source in the files" + _through_adapters(plan)
         self._checkpoint = checkpoint
         self._plan = plan
         self._fill_from_module = fill_from_module(inventory.fixed)
@@ -124,6 +129,10 @@ class CheckpointSource:
             )
             for index, block in enumerate(blocks)
         }
+
+    @property
+    def why_not_direct(self) -> str | None:
+        return "checkpoint adapters make tensors whenever blocks are read" if self._plan.has_adapters else None
 
     def is_in_module(self, name: str) -> bool:
         return name not in self._plan.assignments
@@ -156,3 +165,8 @@ class CheckpointSource:
 
     def release(self) -> None:
         self._checkpoint.close()
+
+
+def _through_adapters(plan: CheckpointPlan) -> str:
+    adapted = [name for name, assignment in plan.assignments.items() if assignment.adapter is not None]
+    return f", {len(adapted)} of them through checkpoint adapters" if adapted else ""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeAlias
 
 from streamflow.stages.errors import StreamflowError
-from streamflow.weights.adapters import CheckpointAdapter, RenameAdapter, TransformAdapter
+from streamflow.weights.adapters import CheckpointAdapter, DropAdapter, RenameAdapter, TransformAdapter
 from streamflow.weights.checkpoint_plan import Needed, SourceAssignment
 from streamflow.weights.safetensors_header import TensorEntry
 from streamflow.weights.strides import is_overlapping, is_row_major
@@ -28,9 +28,10 @@ class SourceMatcher:
         same_bytes: SameBytes | None,
     ) -> None:
         self.problems: list[str] = []
-        self._entries, self._same_bytes = entries, same_bytes
+        self._entries, self._same_bytes = _kept(entries, adapters), same_bytes
         self._transforms = [adapter for adapter in adapters if isinstance(adapter, TransformAdapter)]
-        self._renamed = _renamed(entries, [adapter for adapter in adapters if isinstance(adapter, RenameAdapter)])
+        renames = [adapter for adapter in adapters if isinstance(adapter, RenameAdapter)]
+        self._renamed = _renamed(self._entries, renames)
         self._used_names: set[str] = set()
         self._used_transforms: set[int] = set()
 
@@ -55,7 +56,10 @@ class SourceMatcher:
         ]
         if unmatched:
             count = len(unmatched)
-            problems.append(f"{count} tensors of the checkpoint match nothing in the module: {some(unmatched)}")
+            problems.append(
+                f"{count} tensors of the checkpoint match nothing in the module: {some(unmatched)} "
+                "(if loading leaves them out, say so with a DropAdapter)"
+            )
         return problems
 
     def _adapted(self, tensor: Needed) -> SourceAssignment | None:
@@ -133,6 +137,12 @@ def _sources_of(adapter: TransformAdapter, name: str) -> tuple[str, ...] | None:
         return adapter.sources_for(name)
     except Exception as failure:  # a user's function of the name
         raise _Problem(f"cannot be proven: {adapter.label} failed to name its sources: {failure!r}") from failure
+
+
+def _kept(entries: Mapping[str, TensorEntry], adapters: Iterable[CheckpointAdapter]) -> dict[str, TensorEntry]:
+    """The checkpoint's tensors without those that an adapter drops."""
+    drops = [adapter for adapter in adapters if isinstance(adapter, DropAdapter)]
+    return {name: entry for name, entry in entries.items() if not any(adapter.drops(name) for adapter in drops)}
 
 
 def _renamed(entries: Iterable[str], adapters: Iterable[RenameAdapter]) -> dict[str, list[str]]:

@@ -58,7 +58,9 @@ def raise_at(walker: Walker, visit: int, failure: Callable[[], BaseException]) -
 
 @each_device
 @each_transfer
-async def test_a_block_that_fails_leaves_a_clean_window(make_device: MakeDevice, open_transfer: OpenTransferFor) -> None:
+async def test_a_block_that_fails_leaves_a_clean_window(
+    make_device: MakeDevice, open_transfer: OpenTransferFor
+) -> None:
     with anyio.fail_after(30):
         async with open_walker(make_device(), BLOCKS, EngineOptions(2), open_transfer(BLOCKS), residents=[4]) as walker:
             for visit in range(len(IN_ORDER)):
@@ -184,7 +186,7 @@ async def test_skipped_and_repeated_blocks_are_fetched_on_demand_and_the_window_
 async def test_after_a_pass_the_window_holds_what_the_next_one_needs_first(make_device: MakeDevice) -> None:
     with anyio.fail_after(30):
         async with open_walker(make_device(), BLOCKS, EngineOptions(2), open_direct(BLOCKS)) as walker:
-            for visits in (IN_ORDER, [0, 5], [3], [5, 4, 3, 2, 1, 0][:3]):
+            for visits in (IN_ORDER, [0, 5], [3], [1, 2]):
                 await walker.run([visits])
                 while set(walker.binder.bound) != {0, 1}:
                     await anyio.lowlevel.checkpoint()
@@ -239,9 +241,7 @@ class FailingBinder(RecordingBinder):
 async def test_a_binder_that_fails_breaks_the_engine_and_is_no_group(
     make_device: MakeDevice, open_transfer: OpenTransferFor, action: str, fails_at: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        "streamflow.stages.testing.walker.RecordingBinder", lambda: FailingBinder(action, fails_at)
-    )
+    monkeypatch.setattr("streamflow.stages.testing.walker.RecordingBinder", lambda: FailingBinder(action, fails_at))
     with anyio.fail_after(30):
         async with open_walker(make_device(), BLOCKS, EngineOptions(2), open_transfer(BLOCKS)) as walker:
             with pytest.raises(EngineBrokenError, match=f"{action} fails") as caught:

@@ -38,9 +38,17 @@ def flat_tensor(dtype: str, num_elements: int = 24) -> torch.Tensor:
 def raw(tensor: torch.Tensor) -> torch.Tensor:
     """The bytes of each element: equal bits are equal, NaN or not, and no dtype needs an operator for it."""
     size = tensor.element_size()
-    storage = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
     stride = (*(step * size for step in tensor.stride()), 1)
-    return storage.as_strided((*tensor.shape, size), stride, tensor.storage_offset() * size)
+    return bytes_under(tensor).as_strided((*tensor.shape, size), stride, tensor.storage_offset() * size)
+
+
+def bytes_under(tensor: torch.Tensor) -> torch.Tensor:
+    """The whole storage that the tensor is a view of, as bytes."""
+    return torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+
+
+def storage_id(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 def spec_of(name: str, tensor: torch.Tensor) -> TensorSpec:
@@ -49,14 +57,14 @@ def spec_of(name: str, tensor: torch.Tensor) -> TensorSpec:
         dtype=str(tensor.dtype).removeprefix("torch."),
         shape=tuple(tensor.shape),
         stride=tensor.stride(),
-        storage=tensor.untyped_storage().data_ptr(),
-        storage_offset_bytes=tensor.storage_offset() * tensor.element_size(),
+        storage=storage_id(tensor),
+        storage_offset_bytes=int(tensor.storage_offset()) * tensor.element_size(),
     )
 
 
 def filled(layout: ImageLayout, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """The memory of an image, filled region by region from the storages of the tensors."""
-    storages = {t.untyped_storage().data_ptr(): torch.empty(0, dtype=torch.uint8).set_(t.untyped_storage()) for t in tensors}
+    storages: dict[object, torch.Tensor] = {storage_id(tensor): bytes_under(tensor) for tensor in tensors}
     memory = torch.zeros(layout.nbytes, dtype=torch.uint8)
     for region in layout.regions:
         start = region.storage_start_bytes

@@ -149,7 +149,14 @@ def test_align_up(value: int, expected: int) -> None:
 
 @pytest.mark.parametrize(
     ("shape", "stride", "span"),
-    [((), (), 4), ((3, 2), (2, 1), 24), ((3, 2), (1, 3), 24), ((3, 2), (0, 1), 8), ((2, 3), (10, 2), 60), ((0,), (1,), 0)],
+    [
+        ((), (), 4),
+        ((3, 2), (2, 1), 24),
+        ((3, 2), (1, 3), 24),
+        ((3, 2), (0, 1), 8),
+        ((2, 3), (10, 2), 60),
+        ((0, 5), (5, 1), 0),
+    ],
 )
 def test_the_span_of_a_tensor_ends_with_its_last_element(
     shape: tuple[int, ...], stride: tuple[int, ...], span: int

@@ -164,7 +164,9 @@ MUTANTS = [
 
 
 @pytest.mark.anyio
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: f"{mutant.plant.__name__}-{mutant.open_transfer.__name__}")
+@pytest.mark.parametrize(
+    "mutant", MUTANTS, ids=lambda mutant: f"{mutant.plant.__name__}-{mutant.open_transfer.__name__}"
+)
 async def test_a_planted_fault_is_seen(mutant: Mutant) -> None:
     with anyio.fail_after(60):
         with pytest.MonkeyPatch.context() as patch:

@@ -11,20 +11,22 @@ from torch import nn
 import streamflow
 from streamflow.stages.devices.cpu import CpuDevice
 from streamflow.stages.errors import DeviceMemoryError
+from tests.streamflow.devices import FarCpuDevice
 from tests.streamflow.kit import (
     compare,
     largest_block_bytes,
     resident_digests,
-    run_calls,
     save_checkpoint,
     stream_and_compare,
     stream_files_and_compare,
 )
-from tests.streamflow.models import CALLS, Case, mlp_stack
+from tests.streamflow.models import CALLS, CASES, WIDTH, Case, mlp_stack
 
 pytestmark = pytest.mark.anyio
 
 CASE = Case("mlp", lambda: mlp_stack(8), CALLS)
+#: A matrix, and three vectors that take a whole aligned place each.
+OUTSIDE_BYTES = 4 * WIDTH * WIDTH + 3 * 256
 
 
 def slot_bytes() -> int:
@@ -50,12 +52,11 @@ async def test_a_device_with_one_byte_less_is_refused_with_the_numbers() -> None
 async def test_a_device_smaller_than_the_model_is_enough_from_construction_on(tmp_path: Path) -> None:
     """Neither building nor opening brings more there than the window and what is outside the blocks."""
     save_checkpoint(CASE.build(), tmp_path)
-    outside = 4 * 256 + 4 * 16 * 16 - 256  # two weights, their biases: enter (1024 + 64 bytes) and exit (64 + 64)
-    device = CpuDevice(memory_limit_bytes=2 * slot_bytes() + outside)
+    device = CpuDevice(memory_limit_bytes=2 * slot_bytes() + OUTSIDE_BYTES)
     statistics = await stream_files_and_compare(CASE, tmp_path, {"window_blocks": 2}, device=device)
     assert statistics.choice.source == "checkpoint"
-    assert statistics.fixed_bytes == outside
-    assert statistics.engine.device_peak_bytes == 2 * slot_bytes() + outside < statistics.model_bytes / 2
+    assert statistics.fixed_bytes == OUTSIDE_BYTES
+    assert statistics.engine.device_peak_bytes == 2 * slot_bytes() + OUTSIDE_BYTES < statistics.model_bytes / 2
 
 
 @pytest.mark.parametrize("transfer", ["auto", "staged"])
@@ -69,10 +70,8 @@ async def test_a_compute_unit_comes_back_when_a_block_fails() -> None:
     expected = resident_digests(model, CALLS)
     async with streamflow.open_offload(model, {"window_blocks": 1}, device=CpuDevice(compute_units=1)) as offload:
         for _ in range(3):
-            with torch.no_grad(), pytest.raises(RuntimeError, match="shape"):
-                await offload.run(model, torch.zeros(2, 3))
-            with pytest.raises(AttributeError):
-                await offload.run(run_calls, model.blocks, [(0,)])
+            with torch.no_grad(), pytest.raises(RuntimeError, match="normalized_shape"):
+                await offload.run(model.blocks[1], torch.zeros(2, 3))  # its norm refuses three features
         await compare(offload, model, CALLS, expected)
 
 
@@ -86,3 +85,37 @@ async def test_a_link_slower_than_the_compute_is_exact() -> None:
 @pytest.mark.parametrize("run_ahead", [1, 2, 100])
 async def test_any_distance_of_running_ahead_is_exact(run_ahead: int) -> None:
     await stream_and_compare(CASE, {"run_ahead_blocks": run_ahead})
+
+
+each_streaming_case = pytest.mark.parametrize("case", [case for case in CASES if case.streams], ids=str)
+
+
+@each_streaming_case
+@pytest.mark.parametrize("anyio_backend", ["trio"])
+async def test_every_model_is_exact_on_a_device_apart_from_page_locked_images(case: Case) -> None:
+    statistics = await stream_and_compare(case, {"packing_threads": 2}, device=FarCpuDevice(), in_place=False)
+    assert (statistics.choice.source, statistics.choice.transfer) == ("module", "direct")
+    assert statistics.host_image_bytes == statistics.block_bytes > 0
+
+
+@each_streaming_case
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])
+async def test_every_model_is_exact_on_a_device_apart_from_pageable_memory(case: Case) -> None:
+    options = {"pin_host_memory": False, "packing_threads": 2, "staging_chunk_bytes": 1024, "resident_blocks": 1}
+    statistics = await stream_and_compare(case, options, device=FarCpuDevice())
+    assert (statistics.choice.source, statistics.choice.transfer) == ("module", "staged")
+    assert statistics.host_image_bytes == 0
+
+
+async def test_what_is_outside_the_blocks_goes_to_the_device_once() -> None:
+    statistics = await stream_and_compare(CASE, device=FarCpuDevice(), in_place=False)
+    assert statistics.fixed_bytes == OUTSIDE_BYTES
+    assert statistics.engine.device_peak_bytes == 2 * slot_bytes() + OUTSIDE_BYTES
+
+
+async def test_page_locked_images_are_exactly_as_large_as_the_blocks() -> None:
+    """Not rounded up to powers of two."""
+    statistics = await stream_and_compare(CASE, device=FarCpuDevice(), in_place=False)
+    blocks = CASE.build().blocks
+    assert isinstance(blocks, nn.ModuleList)
+    assert statistics.host_image_bytes == sum(largest_block_bytes([block]) for block in blocks)

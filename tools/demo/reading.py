@@ -35,9 +35,10 @@ def read_digits(images: Tensor, labels: Sequence[int]) -> Reading:
         from streamflow.tools.demo.classifier import fit_classifier
         from streamflow.tools.demo.digits import load_split
     except ModuleNotFoundError as failure:
-        if str(failure.name).partition(".")[0] not in _LIBRARIES:
+        library = str(failure.name).partition(".")[0]
+        if library not in _LIBRARIES:
             raise
-        raise ClassifierUnavailableError(str(failure.name)) from failure
+        raise ClassifierUnavailableError(library) from failure
     split = load_split()
     classifier = fit_classifier(split)
     drawn, real = classifier.measure(images, labels), classifier.measure_real(split.held_out)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from streamflow.tools.plan.model_dir import LeftOut
 from streamflow.tools.plan.sources import CHECKPOINT, MODULE
@@ -25,9 +25,17 @@ def notes_of(
     ]
     if not stacks_declared and any(len(plan.stacks) > 1 for plan in components):
         found.append("Files do not tell the order in which stacks run; opening takes it from the model.")
-    for plan in components:
-        found += [f"{plan.name}: {note}" for note in _component_notes(plan, host_available_bytes)]
+    notes = [(note, plan.name) for plan in components for note in _component_notes(plan, host_available_bytes)]
+    found += [f"{', '.join(names)}: {note}" for note, names in grouped(notes).items()]
     return (*found, *(f"{left.name} ({left.kind}) is left out: {left.reason}." for left in left_out))
+
+
+def grouped(texts: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
+    """The names for which each text was said, from pairs of a text and a name."""
+    found: dict[str, list[str]] = {}
+    for text, name in texts:
+        found.setdefault(text, []).append(name)
+    return found
 
 
 def _component_notes(plan: ComponentPlan, host_available_bytes: int | None) -> Iterator[str]:
@@ -38,21 +46,15 @@ def _component_notes(plan: ComponentPlan, host_available_bytes: int | None) -> I
         yield "every block is resident, so nothing would stream."
     elif plan.num_slots == plan.num_blocks - len(plan.resident_blocks):
         yield "the window holds all streamed blocks, so each would be fetched once and stay."
-    yield from _faster_source(plan)
+    by_name = {source.name: source for source in plan.sources}
+    if plan.source == CHECKPOINT and (by_name[CHECKPOINT].transfer, by_name[MODULE].transfer) == ("staged", "direct"):
+        yield (
+            "the checkpoint is not the fastest source here, because pageable memory has to be packed before it is "
+            "copied; a loaded module's images would be page-locked and direct, for as much host memory."
+        )
     chosen = plan.chosen
     if chosen is not None and host_available_bytes is not None and chosen.weight_host_bytes > host_available_bytes:
         yield (
             f"the {chosen.name} source needs {format_bytes(chosen.weight_host_bytes)} of host memory, and "
             f"{format_bytes(host_available_bytes)} are available here."
         )
-
-
-def _faster_source(plan: ComponentPlan) -> Iterator[str]:
-    by_name = {source.name: source for source in plan.sources}
-    if plan.source == CHECKPOINT and by_name[CHECKPOINT].transfer == "staged":
-        module = by_name[MODULE]
-        if module.transfer == "direct":
-            yield (
-                "the checkpoint is not the fastest source here, because pageable memory is packed first; a loaded "
-                f"module would be direct, for {format_bytes(module.page_locked_bytes)} of page-locked host memory."
-            )

@@ -9,6 +9,7 @@ from rich.padding import Padding
 from rich.text import Text
 
 from streamflow.config import OffloadConfig
+from streamflow.tools.plan.notes import grouped
 from streamflow.tools.plan.values import ComponentPlan, ModelPlan, SourcePlan
 from streamflow.tools.terminal import format_bytes, format_share, plain_table
 
@@ -25,7 +26,7 @@ def print_plan(plan: ModelPlan, console: Console) -> None:
         _print_device(streaming, plan.device, console)
         _print_sources(streaming, console)
     for note in plan.notes:
-        console.print(Padding(Text(note), (0, 0, 0, 2)))
+        console.print(Padding(Text(f"- {note}"), (0, 0, 0, 1)))
 
 
 def _shown_options(plan: ModelPlan) -> Iterator[tuple[str, object]]:
@@ -87,8 +88,8 @@ def _print_sources(components: list[ComponentPlan], console: Console) -> None:
         for index, source in enumerate(component.sources):
             table.add_row(component.name if index == 0 else "", *_source_cells(source, component.source == source.name))
     console.print(table)
-    for component in components:
-        console.print(Padding(Text.assemble((f"{component.name}: ", "bold"), _choice(component)), (0, 0, 0, 2)))
+    for choice, names in grouped((_choice(component), component.name) for component in components).items():
+        console.print(Padding(Text.assemble((f"{', '.join(names)}: ", "bold"), choice), (0, 0, 0, 1)))
     console.print()
 
 

@@ -49,7 +49,10 @@ def choose_source(sources: Sequence[SourcePlan]) -> tuple[SourcePlan | None, str
     if chosen is None:
         return None, "; ".join(against) or "there are no blocks"
     if chosen.name == CHECKPOINT:
-        return chosen, "open_streamed reads blocks from the files, if the model needs exactly the tensors in them"
+        return (
+            chosen,
+            "open_streamed reads blocks straight from the files, if the model proves to need exactly their tensors",
+        )
     return chosen, "; ".join(against)
 
 

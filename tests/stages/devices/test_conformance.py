@@ -248,7 +248,9 @@ def capped(request: pytest.FixtureRequest) -> Device:
 async def test_a_cap_is_kept(capped: Device) -> None:
     async with open_device(capped):
         first = capped.allocate(600)
-        with pytest.raises(DeviceMemoryError, match=r"500 bytes do not fit beside the 600 in use \(limit 1,000\)") as hit:
+        with pytest.raises(
+            DeviceMemoryError, match=r"500 bytes do not fit beside the 600 in use \(limit 1,000\)"
+        ) as hit:
             capped.allocate(500)
         assert (hit.value.wanted, hit.value.in_use, hit.value.limit) == (500, 600, 1000)
         assert isinstance(hit.value, MemoryError)

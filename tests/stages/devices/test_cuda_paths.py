@@ -67,11 +67,11 @@ class FakeRuntime:
     unregister_code: int = 0
     calls: list[tuple[str, int, int]] = attrs.field(factory=list)
 
-    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:  # noqa: N802
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
         self.calls.append(("register", address, nbytes))
         return self.register_code
 
-    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
+    def cudaHostUnregister(self, address: int) -> int:
         self.calls.append(("unregister", address, 0))
         return self.unregister_code
 

@@ -84,7 +84,7 @@ def test_an_event_that_cannot_happen_is_an_error_and_not_a_hang() -> None:
     device, other = SimDevice(0), SimDevice(0)
     stream = device.open_copy_stream("copy")
     stream.wait(other.open_copy_stream("elsewhere").record())
-    with pytest.raises(SimStuckError, match="'copy' cannot happen any more .copy at a wait for 'elsewhere'") as caught:
+    with pytest.raises(SimStuckError, match="'copy' cannot happen any more") as caught:
         stream.record().wait()
     assert caught.value.heads == {"copy": "a wait for 'elsewhere'"}
     with pytest.raises(SimStuckError):
@@ -166,14 +166,14 @@ async def test_who_waits_for_a_held_stream_waits_until_it_is_released() -> None:
 @pytest.mark.anyio
 async def test_closing_in_use_is_an_error_that_counts_what_is_left() -> None:
     device = SimDevice(0)
-    buffer = torch.empty(0)
+    stream = device.open_copy_stream("copy")
+    stream.submit(lambda: None)
+    stream.record()
+    buffer = device.allocate(100)
+    lock = device.lock_pages(torch.zeros(10, dtype=torch.uint8))
     with pytest.raises(SimLeftoverError, match="closed with work queued") as caught:
         async with open_device(device):
-            stream = device.open_copy_stream("copy")
-            stream.submit(lambda: None)
-            stream.record()
-            buffer = device.allocate(100)
-            lock = device.lock_pages(torch.zeros(10, dtype=torch.uint8))
+            pass
     left = caught.value
     assert (left.queued, left.in_use_bytes, left.num_buffers, left.num_page_locks) == ({"copy": 2}, 100, 1, 1)
     device.drain()

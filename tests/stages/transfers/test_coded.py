@@ -1,4 +1,4 @@
-"""The seam of transfers, first proof: a coded stored form, device scratch, and an unpacking step on a stream of its own.
+"""The seam of transfers, first proof: a coded stored form, device scratch, an unpacking step on a stream of its own.
 
 Coded images are a header and the image's bytes xor-ed with a key that the header holds. The coded bytes are copied into
 scratch on the copy stream; the unpacking stream turns scratch into the slot's bytes.

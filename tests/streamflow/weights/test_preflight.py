@@ -274,7 +274,7 @@ def test_a_tied_target_is_made_once() -> None:
 
 
 def test_anything_but_an_adapter_is_refused() -> None:
-    with pytest.raises(TypeError, match="a RenameAdapter or a TransformAdapter is expected"):
+    with pytest.raises(TypeError, match="a RenameAdapter, a DropAdapter or a TransformAdapter is expected"):
         preflight([need("a")], entries("a"), [first])  # type: ignore[list-item]
 
 
