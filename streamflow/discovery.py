@@ -49,6 +49,7 @@ def find_blocks(model: nn.Module, plan: OffloadPlan | None = None) -> tuple[Bloc
             blocks.setdefault(id(module), Block(path, module, stack, eligible))
     _check_eligible(model, plan)
     _check_not_nested(blocks.values())
+    _check_callable(blocks.values(), model)
     return tuple(blocks.values())
 
 
@@ -75,7 +76,7 @@ def block_list_paths(model: nn.Module) -> list[str]:
 
 def _discovered_plan(model: nn.Module) -> OffloadPlan:
     total = _parameter_bytes([model])
-    lists = [(path, module) for path, module in _outermost_lists(model) if not _is_container_of_lists(module)]
+    lists = [(path, module) for path, module in _outermost_lists(model) if _could_be_a_stack(module)]
     large = [path for path, module in lists if _parameter_bytes(module) >= MIN_SHARE * total > 0]
     if not large:
         raise PlanError(
@@ -95,8 +96,12 @@ def _outermost_lists(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, 
             yield from _outermost_lists(child, f"{path}.")
 
 
-def _is_container_of_lists(blocks: nn.ModuleList) -> bool:
-    return all(isinstance(block, nn.ModuleList) for block in blocks)
+def _could_be_a_stack(blocks: nn.ModuleList) -> bool:
+    """Whether all its members are modules (None may be among them), and not all of them lists of modules."""
+    members = list(blocks)
+    return all(isinstance(block, nn.Module) for block in members) and not all(
+        isinstance(block, nn.ModuleList) for block in members
+    )
 
 
 def _parameter_bytes(modules: Iterable[nn.Module]) -> int:
@@ -136,3 +141,13 @@ def _check_not_nested(blocks: Iterable[Block]) -> None:
             other = by_id.get(id(inner))
             if other is not None and other is not block:
                 raise PlanError(f"the block {other.path} lies inside the block {block.path}; name only one of the two")
+
+
+def _check_callable(blocks: Iterable[Block], model: nn.Module) -> None:
+    for block in blocks:
+        if block.module.forward == block.module._forward_unimplemented:
+            kind = type(block.module).__name__
+            raise PlanError(
+                f"{block.path} is no block: a {kind} has no forward, so nobody would call it; name the lists inside it",
+                block_list_paths(model),
+            )

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
+import torch
 from torch import nn
 
 from streamflow.attachment import Interceptions, attach
@@ -110,7 +111,7 @@ async def open_with_source(
     model: nn.Module, inventory: Inventory, config: OffloadConfig, make_source: MakeSource, device: Device | None
 ) -> AsyncIterator[Offload]:
     """`open_offload` with any source: the steps in order, each undone on the way back."""
-    backend = device if device is not None else make_device(config)
+    backend = _backend(device, config)
     residents = _residents(inventory, config)
     poison = Poison(backend.torch_device)
     bound = tuple(BoundBlock(tensors, poison) for tensors in inventory.blocks)
@@ -187,6 +188,14 @@ async def _open_attached(
                     interceptions.remove()
 
 
+def _backend(device: Device | None, config: OffloadConfig) -> Device:
+    if isinstance(device, (str, torch.device)):
+        raise ConfigurationError(
+            [f"device= takes a backend; to name a device, use the option: {{'device': '{device}'}}"]
+        )
+    return device if device is not None else make_device(config)
+
+
 def make_device(config: OffloadConfig) -> Device:
     """The backend that the configuration names."""
     device = config.torch_device()
@@ -194,9 +203,9 @@ def make_device(config: OffloadConfig) -> Device:
 
 
 def _residents(inventory: Inventory, config: OffloadConfig) -> tuple[int, ...]:
-    asked = config.resident_blocks
-    count = len(inventory.blocks) if isinstance(asked, str) else asked
     eligible = [tensors.block.resident_eligible for tensors in inventory.blocks]
+    asked = config.resident_blocks
+    count = sum(eligible) if isinstance(asked, str) else asked
     if count is not None and count > sum(eligible):
         raise ConfigurationError(
             [f"resident_blocks is {count} but the model has {sum(eligible)} resident-eligible blocks; use {ALL!r}"]
@@ -211,16 +220,13 @@ def _residents(inventory: Inventory, config: OffloadConfig) -> tuple[int, ...]:
 
 
 def _choose_transfer(config: OffloadConfig, device: Device, source: WeightSource) -> ChosenTransfer:
-    try:
-        return choose_transfer(
-            config.transfer,
-            device_is_host=device.is_host,
-            page_locked=all(image.page_locked for image in source.images.values()),
-            why_not_locked=f"the {source.name} source is pageable memory (pin_host_memory={config.pin_host_memory})",
-            why_not_direct=source.why_not_direct,
-        )
-    except ValueError as refusal:
-        raise ConfigurationError([str(refusal)]) from None
+    return choose_transfer(
+        config.transfer,
+        device_is_host=device.is_host,
+        page_locked=all(image.page_locked for image in source.images.values()),
+        why_not_locked=f"the {source.name} source is pageable memory (pin_host_memory={config.pin_host_memory})",
+        why_not_direct=source.why_not_direct,
+    )
 
 
 def _transfer_opener(

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import attrs
+
+from streamflow.errors import PlanError
 
 
 def _paths(value: object) -> tuple[str, ...]:
     if isinstance(value, str):
         return (value,)
-    return tuple(value)  # type: ignore[arg-type]
+    if not isinstance(value, Iterable):
+        raise TypeError(f"an OffloadPlan takes attribute paths, one or several, not {value!r}")
+    return tuple(value)
+
+
+def _at_least_one(instance: OffloadPlan, attribute: attrs.Attribute[tuple[str, ...]], value: tuple[str, ...]) -> None:
+    if not value:
+        raise PlanError("an OffloadPlan needs at least one stack: without one nothing would be streamed")
 
 
 def _non_empty_names(instance: OffloadPlan, attribute: attrs.Attribute[tuple[str, ...]], value: object) -> None:
@@ -30,9 +41,10 @@ class OffloadPlan:
         encoder_stacks: block lists of the pipeline's encoders, by path from the pipeline.
 
     :raises TypeError: if a path is not a non-empty string.
+    :raises PlanError: if there is no stack.
     """
 
-    stacks: tuple[str, ...] = attrs.field(converter=_paths, validator=_non_empty_names)
+    stacks: tuple[str, ...] = attrs.field(converter=_paths, validator=[_non_empty_names, _at_least_one])
     resident_eligible: tuple[str, ...] | None = attrs.field(
         default=None,
         converter=attrs.converters.optional(_paths),

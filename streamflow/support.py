@@ -32,6 +32,8 @@ def check_model(model: object) -> None:
             if module.__dict__.get(attribute) is not None:
                 raise UnsupportedModelError(path or type(model).__name__, f"it carries {what}", fix)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if nn.parameter.is_lazy(tensor):
+            raise UnsupportedModelError(name, "it is not initialised yet", "run the model once before opening")
         if tensor.is_meta:
             raise UnsupportedModelError(
                 name, "it is on the meta device, without values", "load the model first, or use open_streamed"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import attrs
 
+from streamflow.errors import ConfigurationError
+
 
 @attrs.frozen
 class ChosenTransfer:
@@ -20,7 +22,7 @@ def choose_transfer(
 
     ``why_not_direct``: what rules a direct transfer out whatever the memory is like; None if nothing does.
 
-    :raises ValueError: if ``direct`` was asked for and the device cannot read the blocks as they lie in the source.
+    :raises ConfigurationError: if ``direct`` was asked for and the device cannot read the blocks as they lie in the source.
     """
     if asked == "staged":
         return ChosenTransfer("staged", "asked for")
@@ -28,7 +30,8 @@ def choose_transfer(
         why_not_direct = why_not_locked
     if why_not_direct is not None:
         if asked == "direct":
-            raise ValueError(f"transfer='direct' is not possible: {why_not_direct}; use transfer='auto'")
+            problem = f"transfer='direct' is not possible: {why_not_direct}; use transfer='auto'"
+            raise ConfigurationError([problem])
         return ChosenTransfer("staged", why_not_direct)
     if device_is_host:
         return ChosenTransfer("direct", "the device is the host and reads the source itself")

@@ -44,7 +44,7 @@ class RecordingBinder:
     def bind(self, block: int, place: int, buffer: torch.Tensor) -> None:
         """Note that ``block`` lies in ``buffer``.
 
-        :raises BindingError: if it is bound already, if ``place`` holds another block, or in a thread other than before.
+        :raises BindingError: if it is bound already, if ``place`` holds another block, or in another thread.
         """
         self._check_thread(block)
         if block in self._bound:

@@ -38,7 +38,7 @@ class SimLeftoverError(StreamflowError, RuntimeError):
         self.num_buffers, self.num_page_locks = num_buffers, num_page_locks
         super().__init__(
             f"the sim device was closed with work queued ({self.queued}) and with {num_buffers} buffers of "
-            f"{in_use_bytes} bytes and {num_page_locks} page locks in use; wait for the streams and free everything first"
+            f"{in_use_bytes} bytes and {num_page_locks} page locks in use; wait for the streams and free it all first"
         )
 
 

@@ -12,7 +12,6 @@ from streamflow.binding.poison import Poison
 from streamflow.errors import WeightsChangedError
 from streamflow.stages.images import view_of
 
-
 _VERSION = operator.attrgetter("_version")
 
 

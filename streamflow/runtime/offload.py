@@ -136,10 +136,12 @@ class Offload:
         self._phase = "closed"
 
     def __repr__(self) -> str:
-        sizes = self._sizes
+        num_blocks = self._sizes.num_blocks
+        num_streamed = num_blocks - self._sizes.num_resident_blocks
+        num_slots = min(self.config.window_blocks, num_streamed)
         return (
-            f"<Offload {self.state}: {sizes.num_blocks - sizes.num_resident_blocks} of {sizes.num_blocks} blocks "
-            f"streamed to {self._device.torch_device} through {self.config.window_blocks} slots, "
+            f"<Offload {self.state}: {num_streamed} of {num_blocks} blocks "
+            f"streamed to {self._device.torch_device} through {num_slots} slots, "
             f"{self._choice.transfer} from {self._choice.source}, {self._admission.num_running} running, "
             f"{self._admission.num_waiting} waiting>"
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from collections.abc import Callable
 from functools import partial
 
@@ -200,13 +201,16 @@ async def test_passes_at_speeds_one_to_ten_never_see_a_block_moved_under_them(
     """Two places, one walk, blocks left out: the walker checks a block's buffer again when the pass leaves it."""
     draw = random.Random(seed)
     passes = [[[block for block in IN_ORDER if draw.random() < 0.8] or [0] for _ in range(3)] for _ in range(2)]
-    pace = threading.Event()
+
+    def dawdle(place: int, block: int) -> None:
+        time.sleep(0.002 if place == 0 else 0.0002)
+
     options = EngineOptions(1 + seed % 4, num_places=2, poison_freed_slots=True)
     with anyio.fail_after(30):
         async with open_walker(
             SimDevice(seed), BLOCKS, options, open_transfer(BLOCKS), walk_source=ImmediateWalks(min_passes=2)
         ) as walker:
-            walker.inside = lambda place, block: pace.wait(0.002 if place == 0 else 0.0002) and None
+            walker.inside = dawdle
             assert await walker.run(*passes) == sum(len(visits) for place in passes for visits in place)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import anyio
@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import streamflow
+from streamflow.errors import AlreadyAttachedError
 from streamflow.stages.devices.cpu import CpuDevice
 from streamflow.stages.events import FetchIssued
 from streamflow.stages.images import MemoryPiece
@@ -23,7 +24,6 @@ from tests.streamflow.kit import (
     ModelState,
     aligned_reference,
     compare,
-    in_worker,
     resident_digests,
     run_calls,
     save_checkpoint,
@@ -106,12 +106,8 @@ def test_any_blocks_in_any_order_are_exact(
     schedules: list[list[int]], window: int, residents: int, transfer: str
 ) -> None:
     calls = tuple((X, tuple(schedule)) for schedule in schedules)
-    visited = {index for schedule in schedules for index in schedule}
     options = {"window_blocks": window, "resident_blocks": residents, "transfer": transfer, "packing_threads": 2}
-    # a walk that visits nothing prefetches all the same
-    case = Case("any", scheduled, calls, streams=True)
-    assert visited <= set(range(6))
-    anyio.run(stream_and_compare, case, options, backend="asyncio")
+    anyio.run(stream_and_compare, Case("any", scheduled, calls), options, backend="asyncio")
 
 
 async def test_a_conversion_on_the_way_to_the_slot_is_done_before_the_block_runs(tmp_path: Path) -> None:
@@ -131,63 +127,63 @@ async def test_a_conversion_on_the_way_to_the_slot_is_done_before_the_block_runs
 
 
 class Lingering(nn.Module):
-    """A block that computes only once the engine has filled every slot that it may fill meanwhile."""
+    """Blocks that compute only after ``pause``, which is told their number."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.inner = Mlp()
+        self.blocks = nn.ModuleList(self.Block(index) for index in range(6))
 
-    def forward(self, x: torch.Tensor, settled: Sequence[threading.Event]) -> torch.Tensor:
-        if settled:
-            assert settled[0].wait(20)
-        out: torch.Tensor = self.inner(x)
-        return out
+    class Block(nn.Module):
+        def __init__(self, index: int) -> None:
+            super().__init__()
+            self.index, self.inner = index, Mlp()
 
+        def forward(self, x: torch.Tensor, pause: Callable[[int], None]) -> torch.Tensor:
+            pause(self.index)
+            out: torch.Tensor = self.inner(x)
+            return out
 
-class LingeringStack(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Lingering() for _ in range(6))
-
-    def forward(self, x: torch.Tensor, settled: Sequence[Sequence[threading.Event]] = ((),) * 6) -> torch.Tensor:
-        for block, events in zip(self.blocks, settled, strict=True):
-            x = block(x, events)
+    def forward(self, x: torch.Tensor, pause: Callable[[int], None] = lambda index: None) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x, pause)
         return x
 
 
 @pytest.mark.parametrize("window", [1, 2, 3])
 async def test_a_weight_is_not_replaced_while_its_block_still_computes(window: int) -> None:
-    """While block i computes, the engine has filled the other slots, for blocks up to i + window - 1, and waits."""
-    model = seeded(LingeringStack)
-    reference = aligned_reference(model)
-    expected = sha256_of(in_worker(lambda: run_calls(reference, [(X,)]))[0])
-    settled = [threading.Event() for _ in range(6)]
-    counts: list[int] = []
-    num_issued = 0
+    """While block i lingers, the engine fills the other slots, with blocks up to i + window - 1, and there it waits."""
+    model = seeded(Lingering)
+    expected = resident_digests(model, [(X,)])
+    filled = threading.Condition()
+    num_filled = 0
+    started = anyio.Event()
 
     async def watch(offload: streamflow.Offload) -> None:
-        nonlocal num_issued
+        nonlocal num_filled
         with offload.observe() as events:
+            num_filled = offload.statistics().engine.num_fetches
             started.set()
             async for event in events:
                 if isinstance(event, FetchIssued):
-                    num_issued += 1
                     await anyio.to_thread.run_sync(event.event.wait)
-                    for block in range(6):  # the pass after this one begins with the blocks that come after the last
-                        if num_issued >= min(block + window, 6):
-                            counts.append(num_issued)
-                            settled[block].set()
+                    with filled:
+                        num_filled += 1
+                        filled.notify_all()
+
+    def pause(index: int) -> None:
+        with filled:
+            assert filled.wait_for(lambda: num_filled >= index + window, timeout=20)
+        assert offload.statistics().engine.num_fetches == index + window
 
     async with (
         streamflow.open_offload(model, {"window_blocks": window, "poison_freed_slots": True}) as offload,
         anyio.create_task_group() as tasks,
     ):
-        started = anyio.Event()
         tasks.start_soon(watch, offload)
         await started.wait()
-        outputs = await offload.run(run_calls, model, [(X, [[event] for event in settled])])
+        outputs = await offload.run(run_calls, model, [(X, pause)])
         tasks.cancel_scope.cancel()
-    assert sha256_of(outputs[0]) == expected
+    assert [sha256_of(output) for output in outputs] == expected
 
 
 async def test_a_staging_buffer_is_not_refilled_while_the_copy_from_it_is_under_way(
@@ -311,21 +307,17 @@ async def test_a_weight_that_another_model_holds_is_not_taken_from_its_placehold
     """Two models that share one parameter, and no module: the second is refused by the parameter's name."""
     first, second = mlp_stack(3), mlp_stack(4)
     second.blocks[2].up.weight = first.blocks[2].up.weight  # type: ignore[index, union-attr]
+    expected = resident_digests(second, CALLS)
     before = ModelState.of(second)
     async with streamflow.open_offload(first):
-        with pytest.raises(streamflow.StreamflowError, match=r"Stack\.blocks\.2\.up\.weight is attached"):
+        held = ModelState.of(second)
+        with pytest.raises(AlreadyAttachedError, match=r"Stack\.blocks\.2\.up\.weight is attached"):
             async with streamflow.open_offload(second):
                 raise AssertionError("it was opened")
+        held.assert_unchanged(second)
     before.assert_unchanged(second)
     async with streamflow.open_offload(second) as offload:
-        await compare(offload, second, CALLS, resident_digests(seeded_second(first), CALLS))
-
-
-def seeded_second(first: nn.Module) -> nn.Module:
-    """The second model of the test above, made anew."""
-    second = mlp_stack(4)
-    second.blocks[2].up.weight = first.blocks[2].up.weight  # type: ignore[index, union-attr]
-    return second
+        await compare(offload, second, CALLS, expected)
 
 
 def test_the_kit_is_wide_enough_to_notice_a_wrong_weight() -> None:

@@ -35,7 +35,7 @@ class _CudaMark:
     def seconds_since(self, earlier: Mark) -> float:
         if not isinstance(earlier, _CudaMark):
             raise TypeError("marks of two devices cannot be compared")
-        return earlier.event.elapsed_time(self.event) / 1000
+        return float(earlier.event.elapsed_time(self.event)) / 1000
 
 
 def mark(device: torch.device) -> Mark:

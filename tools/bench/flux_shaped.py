@@ -45,7 +45,8 @@ def _rotate(x: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
 
 def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
     q, k = _rotate(q, rotation), _rotate(k, rotation)
-    out = functional.scaled_dot_product_attention(*(part.transpose(1, 2) for part in (q, k, v)))
+    q, k, v = (part.transpose(1, 2) for part in (q, k, v))
+    out = functional.scaled_dot_product_attention(q, k, v)
     return out.transpose(1, 2).flatten(2)
 
 
@@ -75,7 +76,8 @@ class _Stream(nn.Module):
     def after(self, x: torch.Tensor, attended: torch.Tensor, rest: tuple[torch.Tensor, ...]) -> torch.Tensor:
         gate, shift, scale, mlp_gate = rest
         x = x + gate * self.projection(attended)
-        return x + mlp_gate * self.mlp(_modulate(x, shift, scale))
+        result: torch.Tensor = x + mlp_gate * self.mlp(_modulate(x, shift, scale))
+        return result
 
 
 class DoubleBlock(nn.Module):
@@ -118,7 +120,9 @@ class SingleBlock(nn.Module):
         qkv, mlp = self.first(_modulate(x, shift, scale)).split([3 * self.width, 4 * self.width], -1)
         q, k, v = _split_heads(qkv, self.num_heads)
         attended = _attend(self.norm_q(q), self.norm_k(k), v, rotation)
-        return x + gate * self.second(torch.cat([attended, functional.gelu(mlp, approximate="tanh")], -1))
+        both = torch.cat([attended, functional.gelu(mlp, approximate="tanh")], -1)
+        result: torch.Tensor = x + gate * self.second(both)
+        return result
 
 
 class FluxShaped(nn.Module):
@@ -144,7 +148,8 @@ class FluxShaped(nn.Module):
         for single in self.single_blocks:
             x = single(x, vector, rotation)
         x = x[:, text.shape[1] :]
-        return self.out(functional.layer_norm(x, x.shape[-1:], eps=1e-6))  # type: ignore[no-any-return]
+        result: torch.Tensor = self.out(functional.layer_norm(x, x.shape[-1:], eps=1e-6))
+        return result
 
 
 def _time_embedding(time: torch.Tensor) -> torch.Tensor:

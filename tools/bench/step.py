@@ -195,7 +195,7 @@ async def _measure_size(
 
 def _digest(tensor: torch.Tensor) -> str:
     flat = tensor.detach().cpu().contiguous().view(torch.uint8)
-    return hashlib.sha256(memoryview(flat.numpy())).hexdigest()
+    return hashlib.sha256(flat.numpy().tobytes()).hexdigest()
 
 
 def _options(

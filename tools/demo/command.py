@@ -48,7 +48,11 @@ def default_threads() -> int:
 @click.option(
     "--digits", "digits_per_class", type=click.IntRange(1), default=10, show_default=True, help="Drawn of each class."
 )
-@click.option("--threads", type=click.IntRange(1), help="Compute threads of both runs.  [default: all cores but one]")
+@click.option(
+    "--threads",
+    type=click.IntRange(1),
+    help="Compute threads of both runs.  [default: as many as torch takes, a core left free]",
+)
 @click.option(
     "--out",
     "directory",

@@ -75,14 +75,14 @@ def train(
     """
     generator = torch.Generator().manual_seed(options.seed)
     model = _new_model(config or DigitTransformerConfig(), options.seed)
-    averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(options.ema_decay))  # type: ignore[no-untyped-call]
+    averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(options.ema_decay))
     optimiser = torch.optim.AdamW(model.parameters(), lr=options.peak_learning_rate, weight_decay=options.weight_decay)
     schedule = LambdaLR(optimiser, lambda step: learning_rate_factor(step, options.num_steps))
     losses: list[float] = []
     for step in range(options.num_steps):
         optimiser.zero_grad()
         loss = flow_loss(model, *_draw_batch(digits, options, generator, model.config.null_class), generator)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimiser.step()
         schedule.step()

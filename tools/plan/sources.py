@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import attrs
 
 from streamflow.config import OffloadConfig
+from streamflow.errors import ConfigurationError
 from streamflow.stages.transfers.chunks import largest_chunk
 from streamflow.stages.transfers.staged import BUFFERS_PER_THREAD
 from streamflow.tools.plan.values import SourcePlan
@@ -96,8 +97,8 @@ def _transfer(source: str, config: OffloadConfig, device_is_host: bool, *, page_
         chosen = choose_transfer(
             config.transfer, device_is_host=device_is_host, page_locked=page_locked, why_not_locked=why_not_locked
         )
-    except ValueError as refusal:
-        return None, str(refusal)
+    except ConfigurationError as refusal:
+        return None, "; ".join(refusal.problems)
     return chosen.name, chosen.reason
 
 

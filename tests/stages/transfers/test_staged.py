@@ -95,7 +95,7 @@ async def test_packing_waits_for_copies_that_are_held_back() -> None:
     two_packed = threading.Semaphore(0)
 
     class CountedPiece(WholePiece):
-        splittable = True  # type: ignore[assignment]
+        splittable = True
 
         def read_into(self, address: int, start: int, nbytes: int) -> None:
             reads.append(start)

@@ -1,0 +1,418 @@
+"""Worker threads end with their owner, whatever happens to it, and no cancellation leaves one alone."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+import weakref
+from collections.abc import Callable
+from functools import partial
+
+import anyio
+import pytest
+import trio
+
+from streamflow.stages.signals import LoopEvent
+from streamflow.stages.threads import ThreadCrew, WorkerThread, more_urgent, open_tasks, open_threads, wait_through
+
+on_both_loops = pytest.mark.anyio
+
+
+def on_one_loop(name: str) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("anyio_backend", [name], indirect=True)
+
+
+class Stopped(BaseException):
+    """An error that no ``except Exception`` catches."""
+
+
+def names() -> list[str]:
+    return sorted(thread.name for thread in threading.enumerate() if thread.name.startswith("streamflow"))
+
+
+async def wait_until(is_so: Callable[[], bool]) -> None:
+    with anyio.fail_after(60):
+        while not is_so():
+            await anyio.lowlevel.checkpoint()
+
+
+class Gate:
+    """Work that has begun, stays until it is let go, and is over then."""
+
+    def __init__(self, result: object = None) -> None:
+        self.begun = threading.Event()
+        self.let_go = threading.Event()
+        self.is_over = False
+        self._result = result
+
+    def work(self) -> object:
+        self.begun.set()
+        self.let_go.wait()
+        self.is_over = True
+        return self._result
+
+
+# One thread
+
+
+def test_a_thread_runs_its_jobs_in_order_keeps_the_last_failure_and_goes_on() -> None:
+    thread = WorkerThread("streamflow test")
+    done: list[int] = []
+    failures = [ValueError("one"), Stopped()]
+
+    def fail(failure: BaseException) -> None:
+        raise failure
+
+    thread.submit(lambda: done.append(1))
+    thread.submit(partial(fail, failures[0]))
+    thread.submit(partial(fail, failures[1]))
+    thread.submit(lambda: done.append(2))
+    thread.finish()
+    thread.submit(lambda: done.append(3))
+    thread.run()
+    assert done == [1, 2]
+    assert thread.failure is failures[1]
+
+
+def test_a_thread_has_its_name_while_it_runs_and_gives_the_borrowed_one_back() -> None:
+    thread = WorkerThread("streamflow test")
+    seen: list[str] = []
+    thread.submit(lambda: seen.append(threading.current_thread().name))
+    thread.finish()
+    before = threading.current_thread().name
+    thread.run()
+    assert seen == ["streamflow test"]
+    assert threading.current_thread().name == before
+
+
+@on_both_loops
+async def test_a_thread_that_waits_for_jobs_keeps_nothing_of_the_last_one() -> None:
+    class Tensor:
+        pass
+
+    tensor = Tensor()
+    gone = weakref.ref(tensor)
+    done = LoopEvent()
+    async with open_threads() as crew:
+        thread = crew.start("streamflow test")
+        thread.submit(partial(lambda held: None, tensor))
+        thread.submit(done.set)
+        del tensor
+        await done.wait()
+        gc.collect()
+        assert gone() is None
+
+
+# The crew
+
+
+@on_both_loops
+async def test_a_crews_threads_have_names_and_are_gone_after_it() -> None:
+    before = names()
+    async with open_threads() as crew:
+        for index in range(3):
+            crew.start(f"streamflow test {index}")
+        await wait_until(lambda: len(names()) == len(before) + 3)
+        assert names() == sorted([*before, "streamflow test 0", "streamflow test 1", "streamflow test 2"])
+    assert names() == before
+
+
+@on_both_loops
+async def test_leaving_a_crew_waits_until_the_queues_are_empty() -> None:
+    done: list[int] = []
+    async with open_threads() as crew:
+        thread = crew.start("streamflow test")
+        for index in range(100):
+            thread.submit(partial(done.append, index))
+    assert done == list(range(100))
+
+
+@on_both_loops
+@pytest.mark.parametrize("error", [ValueError("mine"), Stopped()])
+async def test_the_bodys_error_leaves_a_crew_as_it_is_and_no_thread_behind(error: BaseException) -> None:
+    before = names()
+    with pytest.raises(type(error)) as caught:
+        async with open_threads() as crew:
+            crew.start("streamflow test")
+            raise error
+    assert caught.value is error
+    assert names() == before
+
+
+@on_both_loops
+async def test_the_bodys_error_is_not_lost_to_a_cancellation_around_the_crew() -> None:
+    with pytest.raises(ValueError, match="mine"), anyio.CancelScope() as scope:
+        async with open_threads() as crew:
+            crew.start("streamflow test")
+            await anyio.lowlevel.checkpoint()
+            scope.cancel()
+            raise ValueError("mine")
+
+
+@on_both_loops
+async def test_a_cancelled_crew_waits_for_its_threads_all_the_same() -> None:
+    gate = Gate()
+    with anyio.CancelScope() as scope:
+        async with open_threads() as crew:
+            crew.start("streamflow test").submit(gate.work)
+            await wait_until(gate.begun.is_set)
+            crew.start("streamflow helper").submit(gate.let_go.set)
+            scope.cancel()
+            await anyio.sleep_forever()
+    assert scope.cancelled_caught
+    assert gate.is_over
+
+
+@on_both_loops
+async def test_a_crew_opened_under_a_cancellation_still_runs_what_it_was_given() -> None:
+    done: list[int] = []
+    with anyio.CancelScope() as scope:
+        scope.cancel()
+        async with open_threads() as crew:
+            crew.start("streamflow test").submit(lambda: done.append(1))
+    assert done == [1]
+
+
+@pytest.mark.anyio
+@on_one_loop("asyncio")
+async def test_cancelling_the_tasks_that_own_the_threads_abandons_none() -> None:
+    gate = Gate()
+    done: list[int] = []
+    async with open_threads() as crew:
+        crew.start("streamflow begun").submit(gate.work)
+        await wait_until(gate.begun.is_set)
+        crew.start("streamflow not begun").submit(lambda: done.append(1))
+        owners = [task for task in asyncio.all_tasks() if task.get_name().startswith("owner of")]
+        assert len(owners) == 2
+        for _ in range(2):
+            for task in owners:
+                task.cancel()
+            await anyio.lowlevel.checkpoint()
+        gate.let_go.set()
+    assert gate.is_over
+    assert done == [1]
+
+
+@on_both_loops
+async def test_an_error_of_a_task_is_not_hidden_by_open_tasks() -> None:
+    async def fail() -> None:
+        raise ValueError("of a task")
+
+    with pytest.raises(BaseExceptionGroup) as caught:
+        async with open_tasks() as tasks:
+            tasks.start_soon(fail)
+    assert caught.group_contains(ValueError, match="of a task")
+
+
+# Calls
+
+
+@on_both_loops
+async def test_a_call_returns_what_the_work_returns_from_another_thread() -> None:
+    async with open_threads() as crew:
+        thread_id = await crew.call(threading.get_ident)
+        assert thread_id != threading.get_ident()
+        assert await crew.call(lambda: threading.current_thread().name, name="reading") == "streamflow reading"
+        assert names() == []
+
+
+@on_both_loops
+@pytest.mark.parametrize("error", [ValueError("mine"), Stopped()])
+async def test_a_call_raises_what_the_work_raises(error: BaseException) -> None:
+    def fail() -> None:
+        raise error
+
+    undone: list[object] = []
+    async with open_threads() as crew:
+        with pytest.raises(type(error)) as caught:
+            await crew.call(fail, undo=undone.append)
+    assert caught.value is error
+    assert undone == []
+
+
+async def call_at_a_gate(crew: ThreadCrew, gate: Gate, undo: Callable[[object], object] | None = None) -> object:
+    """A call that ends only once it is cancelled."""
+    return await crew.call(gate.work, undo=undo, on_cancel=gate.let_go.set)
+
+
+@on_both_loops
+async def test_a_call_cancelled_by_a_scope_waits_for_the_thread_and_undoes_its_result_in_a_thread() -> None:
+    gate = Gate("result")
+    undone: list[tuple[object, bool]] = []
+
+    def undo(result: object) -> None:
+        undone.append((result, threading.current_thread() is threading.main_thread()))
+
+    async with open_threads() as crew:
+        with anyio.CancelScope() as scope:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(call_at_a_gate, crew, gate, undo)
+                await wait_until(gate.begun.is_set)
+                scope.cancel()
+        assert scope.cancelled_caught
+        assert gate.is_over
+        assert undone == [("result", False)]
+
+
+@on_both_loops
+async def test_a_call_that_was_cancelled_before_it_began_runs_and_is_undone() -> None:
+    undone: list[int] = []
+    async with open_threads() as crew:
+        with anyio.CancelScope() as scope:
+            scope.cancel()
+            await crew.call(lambda: 5, undo=undone.append)
+        assert scope.cancelled_caught
+        assert undone == [5]
+
+
+@on_both_loops
+async def test_a_cancelled_call_whose_work_failed_undoes_nothing_and_is_cancelled() -> None:
+    gate = Gate()
+    undone: list[object] = []
+
+    def fail() -> object:
+        gate.work()
+        raise ValueError("mine")
+
+    async with open_threads() as crew:
+        with anyio.CancelScope() as scope:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(partial(crew.call, fail, undo=undone.append, on_cancel=gate.let_go.set))
+                await wait_until(gate.begun.is_set)
+                scope.cancel()
+        assert scope.cancelled_caught
+        assert gate.is_over
+        assert undone == []
+
+
+@pytest.mark.anyio
+@on_one_loop("asyncio")
+@pytest.mark.parametrize("num_cancels", [1, 2, 3])
+async def test_a_call_cancelled_natively_once_or_more_waits_and_undoes(num_cancels: int) -> None:
+    gate = Gate("result")
+    undone: list[object] = []
+    async with open_threads() as crew:
+        task = asyncio.create_task(crew.call(gate.work, undo=undone.append))
+        await wait_until(gate.begun.is_set)
+        for count in range(num_cancels):
+            task.cancel(f"cancel {count}")
+            await anyio.wait_all_tasks_blocked()
+            assert not task.done()
+        gate.let_go.set()
+        with pytest.raises(asyncio.CancelledError, match="cancel 0"):
+            await task
+        assert gate.is_over
+        assert undone == ["result"]
+
+
+@pytest.mark.anyio
+@on_one_loop("asyncio")
+async def test_a_call_under_asyncios_own_time_limits_waits_for_the_thread() -> None:
+    async with open_threads() as crew:
+        gate = Gate()
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(call_at_a_gate(crew, gate), 0.01)
+        assert gate.is_over
+        gate = Gate()
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.01):
+                await call_at_a_gate(crew, gate)
+        assert gate.is_over
+
+
+@pytest.mark.anyio
+@on_one_loop("trio")
+async def test_a_call_cancelled_by_trio_waits_and_undoes() -> None:
+    gate = Gate("result")
+    undone: list[object] = []
+    async with open_threads() as crew:
+        with trio.CancelScope() as scope:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(call_at_a_gate, crew, gate, undone.append)
+                await wait_until(gate.begun.is_set)
+                scope.cancel()
+        assert scope.cancelled_caught
+        assert gate.is_over
+        assert undone == ["result"]
+
+
+@on_both_loops
+async def test_a_clean_up_call_runs_to_its_end_under_a_cancellation_and_returns() -> None:
+    async with open_threads() as crew:
+        with anyio.CancelScope() as scope:
+            scope.cancel()
+            assert await crew.call_through(lambda: 5) == 5
+        assert not scope.cancelled_caught
+
+
+@pytest.mark.anyio
+@on_one_loop("asyncio")
+async def test_a_clean_up_call_cancelled_natively_runs_to_its_end_and_is_cancelled_then() -> None:
+    gate = Gate()
+    async with open_threads() as crew:
+        task = asyncio.create_task(crew.call_through(gate.work))
+        await wait_until(gate.begun.is_set)
+        for _ in range(2):
+            task.cancel()
+            await anyio.wait_all_tasks_blocked()
+            assert not task.done()
+        gate.let_go.set()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert gate.is_over
+
+
+# Waiting through
+
+
+@on_both_loops
+async def test_waiting_through_a_scopes_cancellation_absorbs_it() -> None:
+    event = LoopEvent()
+    ended: list[object] = []
+
+    async def wait() -> None:
+        ended.append(await wait_through(event))
+
+    with anyio.fail_after(60):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(wait)
+            await anyio.wait_all_tasks_blocked()
+            tasks.cancel_scope.cancel()
+            with anyio.CancelScope(shield=True):
+                await anyio.wait_all_tasks_blocked()
+                assert ended == []
+                event.set()
+    assert ended == [None]
+
+
+@pytest.mark.anyio
+@on_one_loop("asyncio")
+async def test_waiting_through_two_native_cancels_returns_the_first() -> None:
+    event = LoopEvent()
+    task = asyncio.create_task(wait_through(event))
+    await anyio.wait_all_tasks_blocked()
+    for message in ("first", "second"):
+        task.cancel(message)
+        await anyio.wait_all_tasks_blocked()
+        assert not task.done()
+    event.set()
+    absorbed = await task
+    assert isinstance(absorbed, asyncio.CancelledError)
+    assert absorbed.args == ("first",)
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "expected"),
+    [
+        (ValueError(), None, 0),
+        (ValueError(), TypeError(), 0),
+        (ValueError(), KeyboardInterrupt(), 1),
+        (KeyboardInterrupt(), ValueError(), 0),
+        (KeyboardInterrupt(), KeyboardInterrupt(), 0),
+    ],
+)
+def test_the_first_exception_is_the_more_urgent_unless_only_the_second_is_the_users(
+    first: BaseException, then: BaseException | None, expected: int
+) -> None:
+    assert more_urgent(first, then) is (first, then)[expected]
