@@ -96,6 +96,8 @@ class ThreadCrew:
     def __init__(self, task_group: anyio.abc.TaskGroup) -> None:
         self._task_group = task_group
         self._threads: list[WorkerThread] = []
+        # there from the start: a process that ends can close what is open, but starts no thread any more
+        self._cleaner = self.start("streamflow clean-up")
 
     def start(self, name: str) -> WorkerThread:
         """A new thread; it ends with the crew. On the crew's loop only."""
@@ -131,8 +133,12 @@ class ThreadCrew:
         return job.result.result()
 
     async def call_through(self, work: Callable[[], Result]) -> Result:
-        """What ``work`` returns, run in a thread to its end. For clean-up: an interruption is raised after it."""
-        job = self._begin(work, "clean-up")
+        """What ``work`` returns, run in a thread to its end. For clean-up: an interruption is raised after it.
+
+        All these calls share one thread, which is there already.
+        """
+        job = _Job(work)
+        self._cleaner.submit(job.run)
         absorbed = await wait_through(job.finished)
         if absorbed is not None:
             raise absorbed from job.result.exception()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 import attrs
+import torch
 from torch import nn
 
 from streamflow.errors import PlanError
@@ -119,7 +120,7 @@ def _stack_modules(model: nn.Module, stack: str) -> list[nn.Module]:
                 f"{type(model).__name__} has no block list at {stack!r} ({part!r} is not there)",
                 block_list_paths(model),
             ) from None
-    modules = list(found) if isinstance(found, Iterable) else []
+    modules = list(found) if isinstance(found, Iterable) and not isinstance(found, torch.Tensor) else []
     if not modules or not all(isinstance(module, nn.Module) for module in modules):
         raise PlanError(f"{stack!r} is no list of modules but {type(found).__name__}", block_list_paths(model))
     return modules
@@ -145,7 +146,7 @@ def _check_not_nested(blocks: Iterable[Block]) -> None:
 
 def _check_callable(blocks: Iterable[Block], model: nn.Module) -> None:
     for block in blocks:
-        if block.module.forward == block.module._forward_unimplemented:
+        if getattr(block.module.forward, "__func__", None) is nn.Module.forward:
             kind = type(block.module).__name__
             raise PlanError(
                 f"{block.path} is no block: a {kind} has no forward, so nobody would call it; name the lists inside it",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextvars
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -23,12 +24,16 @@ from streamflow.stages.threads import open_threads
 Params = ParamSpec("Params")
 Result = TypeVar("Result")
 
+#: How long the end of the process waits for an offload that nobody closed, in seconds.
+EXIT_WAIT_S = 10.0
+
 
 class _LoopThread:
     """An event loop in a thread, and an offload that is open on it from `open` to `close`.
 
-    The thread has no task that owns it, for want of a loop: whoever made this has to `close` it. Its loop is trio's,
-    whose threads are daemons like itself, so that a process which forgets to close can end.
+    The thread has no task that owns it, for want of a loop: whoever made this has to `close` it. A process that ends
+    without having done so closes it then; the thread is a daemon, and its loop trio's, whose threads are daemons, too, so
+    that the process gets there.
     """
 
     def __init__(self, opening: AbstractAsyncContextManager[Offload]) -> None:
@@ -49,6 +54,7 @@ class _LoopThread:
 
         All that `open_offload` raises, too.
         """
+        atexit.register(self._close_at_exit)
         self._thread.start()
         self._opened.wait_blocking()
         if self._failure is not None:
@@ -85,10 +91,16 @@ class _LoopThread:
                 self._thread.join()
             except KeyboardInterrupt as interrupt:
                 interruption = interrupt
+        atexit.unregister(self._close_at_exit)
         if interruption is not None:
             raise interruption
         if self._failure is not None and self._offload is not None:
             raise self._failure
+
+    def _close_at_exit(self) -> None:
+        # Not for ever: what still runs in it may be a daemon that hangs.
+        self.stop()
+        self._thread.join(EXIT_WAIT_S)
 
     def _run(self) -> None:
         try:
@@ -128,7 +140,7 @@ def offload(
 
 
 class StartedOffload:
-    """An offload on a loop thread of its own. Made by `start_offload`; ends with `aclose`, from any task of any loop."""
+    """An offload on a loop thread of its own. Made by `start_offload`; `aclose` ends it, from any loop."""
 
     def __init__(self, thread: _LoopThread) -> None:
         self._thread = thread
@@ -152,7 +164,7 @@ class StartedOffload:
         return await self.offload.run(work, *args, **kwargs)
 
     async def aclose(self) -> None:
-        """Close it; returns when everything is given back, every time. A cancelled call closes all the same, then ends."""
+        """Close it; returns when everything is given back, every time. A cancelled call closes it all the same."""
         await _close(self._thread)
 
     def __repr__(self) -> str:
@@ -165,8 +177,8 @@ async def start_offload(
     """`open_offload` where opening and closing happen in different tasks (notebook cells, replicas, fixtures).
 
     The caller owns the result and must `aclose` it: until then the model stays attached. A process that ends without
-    having done so ends all the same; there is nothing to save. A cancelled call leaves nothing open. See `open_offload`
-    for arguments and errors.
+    having done so closes it at exit, and waits for that for ten seconds at most. A cancelled call leaves nothing open.
+    See `open_offload` for arguments and errors.
     """
     thread = _LoopThread(open_offload(model, config, device=device))
     try:

@@ -22,7 +22,7 @@ def choose_transfer(
 
     ``why_not_direct``: what rules a direct transfer out whatever the memory is like; None if nothing does.
 
-    :raises ConfigurationError: if ``direct`` was asked for and the device cannot read the blocks as they lie in the source.
+    :raises ConfigurationError: if ``direct`` was asked for and the device cannot read the blocks as they lie there.
     """
     if asked == "staged":
         return ChosenTransfer("staged", "asked for")

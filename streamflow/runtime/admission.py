@@ -46,7 +46,7 @@ class Turn:
 
 
 class Admission:
-    """Lets the places' threads serve occupants until `drain`. ``clean`` is called in them after each; it must not fail."""
+    """Lets the places' threads serve occupants until `drain`. ``clean`` runs in them after each; it must not fail."""
 
     def __init__(self, places: Sequence[Place], clean: Callable[[Place], None]) -> None:
         self._clean = clean

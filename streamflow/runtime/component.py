@@ -57,7 +57,7 @@ class StreamedComponent:
             self._state.place = None
 
     def _follow(self, caller: Stream, place: Place) -> None:
-        """Let the place's work start after ``caller``'s, and after the last caller's: it may still read results there."""
+        """Let the place's work start after ``caller``'s, and after the last caller's: that may still read results."""
         previous = self._last_callers.get(place.index)
         self._last_callers[place.index] = caller
         for stream in (previous, caller):

@@ -9,7 +9,7 @@ from streamflow.stages.testing.trials import OpenTransferFor, draw_trial, run_tr
 from streamflow.stages.testing.walker import open_direct, open_staged
 
 NUM_SEEDS = 1000
-NUM_CASES = 10
+NUM_CASES = 20
 LOOPS = ("asyncio", "trio")
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from functools import partial
 
 import anyio
+import anyio.lowlevel
 import pytest
 import trio
 
@@ -38,7 +39,7 @@ async def wait_until(is_so: Callable[[], bool]) -> None:
 
 
 class Gate:
-    """Work that has begun, stays until it is let go, and is over then."""
+    """Work that has begun, stays until it is let go, and is over then. A test that fails lets it go too."""
 
     def __init__(self, result: object = None) -> None:
         self.begun = threading.Event()
@@ -46,10 +47,18 @@ class Gate:
         self.is_over = False
         self._result = result
 
+    def __enter__(self) -> Gate:
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        self.let_go.set()
+
     def work(self) -> object:
         self.begun.set()
         self.let_go.wait()
         self.is_over = True
+        if isinstance(self._result, Exception):
+            raise self._result
         return self._result
 
 
@@ -113,8 +122,8 @@ async def test_a_crews_threads_have_names_and_are_gone_after_it() -> None:
     async with open_threads() as crew:
         for index in range(3):
             crew.start(f"streamflow test {index}")
-        await wait_until(lambda: len(names()) == len(before) + 3)
-        assert names() == sorted([*before, "streamflow test 0", "streamflow test 1", "streamflow test 2"])
+        own = ["streamflow clean-up", "streamflow test 0", "streamflow test 1", "streamflow test 2"]
+        await wait_until(lambda: names() == sorted([*before, *own]))
     assert names() == before
 
 
@@ -131,35 +140,41 @@ async def test_leaving_a_crew_waits_until_the_queues_are_empty() -> None:
 @on_both_loops
 @pytest.mark.parametrize("error", [ValueError("mine"), Stopped()])
 async def test_the_bodys_error_leaves_a_crew_as_it_is_and_no_thread_behind(error: BaseException) -> None:
-    before = names()
-    with pytest.raises(type(error)) as caught:
+    async def body() -> None:
         async with open_threads() as crew:
             crew.start("streamflow test")
             raise error
+
+    before = names()
+    with pytest.raises(type(error)) as caught:
+        await body()
     assert caught.value is error
     assert names() == before
 
 
 @on_both_loops
 async def test_the_bodys_error_is_not_lost_to_a_cancellation_around_the_crew() -> None:
-    with pytest.raises(ValueError, match="mine"), anyio.CancelScope() as scope:
-        async with open_threads() as crew:
-            crew.start("streamflow test")
-            await anyio.lowlevel.checkpoint()
-            scope.cancel()
-            raise ValueError("mine")
+    async def body() -> None:
+        with anyio.CancelScope() as scope:
+            async with open_threads() as crew:
+                crew.start("streamflow test")
+                await anyio.lowlevel.checkpoint()
+                scope.cancel()
+                raise ValueError("mine")
+
+    with pytest.raises(ValueError, match="mine"):
+        await body()
 
 
 @on_both_loops
 async def test_a_cancelled_crew_waits_for_its_threads_all_the_same() -> None:
-    gate = Gate()
     with anyio.CancelScope() as scope:
         async with open_threads() as crew:
-            crew.start("streamflow test").submit(gate.work)
-            await wait_until(gate.begun.is_set)
-            crew.start("streamflow helper").submit(gate.let_go.set)
-            scope.cancel()
-            await anyio.sleep_forever()
+            with Gate() as gate:
+                crew.start("streamflow test").submit(gate.work)
+                await wait_until(gate.begun.is_set)
+                scope.cancel()
+                await anyio.sleep_forever()
     assert scope.cancelled_caught
     assert gate.is_over
 
@@ -176,33 +191,73 @@ async def test_a_crew_opened_under_a_cancellation_still_runs_what_it_was_given()
 
 @pytest.mark.anyio
 @on_one_loop("asyncio")
-async def test_cancelling_the_tasks_that_own_the_threads_abandons_none() -> None:
-    gate = Gate()
-    done: list[int] = []
+@pytest.mark.parametrize("num_steps", range(1, 8))
+async def test_cancelling_the_task_that_owns_a_thread_again_and_again_abandons_nothing(num_steps: int) -> None:
     async with open_threads() as crew:
-        crew.start("streamflow begun").submit(gate.work)
-        await wait_until(gate.begun.is_set)
-        crew.start("streamflow not begun").submit(lambda: done.append(1))
-        owners = [task for task in asyncio.all_tasks() if task.get_name().startswith("owner of")]
-        assert len(owners) == 2
-        for _ in range(2):
-            for task in owners:
-                task.cancel()
-            await anyio.lowlevel.checkpoint()
-        gate.let_go.set()
+        with Gate() as gate:
+            crew.start("streamflow test").submit(gate.work)
+            for _ in range(num_steps):
+                await anyio.lowlevel.checkpoint()
+            (owner,) = [task for task in asyncio.all_tasks() if task.get_name() == "owner of streamflow test"]
+            for _ in range(3):
+                owner.cancel()
+                await anyio.wait_all_tasks_blocked()
+                assert not owner.done()
     assert gate.is_over
-    assert done == [1]
+
+
+# Tasks
+
+
+async def fail_with(error: BaseException) -> None:
+    raise error
 
 
 @on_both_loops
-async def test_an_error_of_a_task_is_not_hidden_by_open_tasks() -> None:
-    async def fail() -> None:
-        raise ValueError("of a task")
-
-    with pytest.raises(BaseExceptionGroup) as caught:
+@pytest.mark.parametrize("error", [ValueError("of a task"), Stopped()])
+async def test_an_error_of_a_task_leaves_open_tasks_as_it_is(error: BaseException) -> None:
+    async def body() -> None:
         async with open_tasks() as tasks:
-            tasks.start_soon(fail)
-    assert caught.group_contains(ValueError, match="of a task")
+            tasks.start_soon(fail_with, error)
+            await anyio.sleep_forever()
+
+    with pytest.raises(type(error)) as caught:
+        await body()
+    assert caught.value is error
+
+
+@on_both_loops
+async def test_an_error_of_a_task_within_tasks_leaves_too() -> None:
+    async def inner() -> None:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(fail_with, ValueError("of an inner task"))
+
+    async def body() -> None:
+        async with open_tasks() as tasks:
+            tasks.start_soon(inner)
+
+    with pytest.raises(ValueError, match="of an inner task"):
+        await body()
+
+
+@on_both_loops
+async def test_the_bodys_error_goes_before_that_of_a_task() -> None:
+    async def body() -> None:
+        async with open_tasks() as tasks:
+            tasks.start_soon(fail_with, TypeError("of a task"))
+            raise ValueError("of the body")
+
+    with pytest.raises(ValueError, match="of the body"):
+        await body()
+
+
+@on_both_loops
+async def test_a_cancellation_around_tasks_stays_one() -> None:
+    with anyio.CancelScope() as scope:
+        async with open_tasks() as tasks:
+            tasks.start_soon(anyio.sleep_forever)
+            scope.cancel()
+    assert scope.cancelled_caught
 
 
 # Calls
@@ -211,10 +266,9 @@ async def test_an_error_of_a_task_is_not_hidden_by_open_tasks() -> None:
 @on_both_loops
 async def test_a_call_returns_what_the_work_returns_from_another_thread() -> None:
     async with open_threads() as crew:
-        thread_id = await crew.call(threading.get_ident)
-        assert thread_id != threading.get_ident()
+        assert await crew.call(threading.get_ident) != threading.get_ident()
         assert await crew.call(lambda: threading.current_thread().name, name="reading") == "streamflow reading"
-        assert names() == []
+        await wait_until(lambda: names() == ["streamflow clean-up"])
 
 
 @on_both_loops
@@ -238,18 +292,18 @@ async def call_at_a_gate(crew: ThreadCrew, gate: Gate, undo: Callable[[object], 
 
 @on_both_loops
 async def test_a_call_cancelled_by_a_scope_waits_for_the_thread_and_undoes_its_result_in_a_thread() -> None:
-    gate = Gate("result")
     undone: list[tuple[object, bool]] = []
 
     def undo(result: object) -> None:
         undone.append((result, threading.current_thread() is threading.main_thread()))
 
     async with open_threads() as crew:
-        with anyio.CancelScope() as scope:
+        with Gate("result") as gate, anyio.CancelScope() as scope:
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(call_at_a_gate, crew, gate, undo)
                 await wait_until(gate.begun.is_set)
                 scope.cancel()
+                await anyio.sleep_forever()
         assert scope.cancelled_caught
         assert gate.is_over
         assert undone == [("result", False)]
@@ -268,19 +322,14 @@ async def test_a_call_that_was_cancelled_before_it_began_runs_and_is_undone() ->
 
 @on_both_loops
 async def test_a_cancelled_call_whose_work_failed_undoes_nothing_and_is_cancelled() -> None:
-    gate = Gate()
     undone: list[object] = []
-
-    def fail() -> object:
-        gate.work()
-        raise ValueError("mine")
-
     async with open_threads() as crew:
-        with anyio.CancelScope() as scope:
+        with Gate(ValueError("mine")) as gate, anyio.CancelScope() as scope:
             async with anyio.create_task_group() as tasks:
-                tasks.start_soon(partial(crew.call, fail, undo=undone.append, on_cancel=gate.let_go.set))
+                tasks.start_soon(call_at_a_gate, crew, gate, undone.append)
                 await wait_until(gate.begun.is_set)
                 scope.cancel()
+                await anyio.sleep_forever()
         assert scope.cancelled_caught
         assert gate.is_over
         assert undone == []
@@ -290,16 +339,15 @@ async def test_a_cancelled_call_whose_work_failed_undoes_nothing_and_is_cancelle
 @on_one_loop("asyncio")
 @pytest.mark.parametrize("num_cancels", [1, 2, 3])
 async def test_a_call_cancelled_natively_once_or_more_waits_and_undoes(num_cancels: int) -> None:
-    gate = Gate("result")
     undone: list[object] = []
     async with open_threads() as crew:
-        task = asyncio.create_task(crew.call(gate.work, undo=undone.append))
-        await wait_until(gate.begun.is_set)
-        for count in range(num_cancels):
-            task.cancel(f"cancel {count}")
-            await anyio.wait_all_tasks_blocked()
-            assert not task.done()
-        gate.let_go.set()
+        with Gate("result") as gate:
+            task = asyncio.create_task(crew.call(gate.work, undo=undone.append))
+            await wait_until(gate.begun.is_set)
+            for count in range(num_cancels):
+                task.cancel(f"cancel {count}")
+                await anyio.wait_all_tasks_blocked()
+                assert not task.done()
         with pytest.raises(asyncio.CancelledError, match="cancel 0"):
             await task
         assert gate.is_over
@@ -324,14 +372,14 @@ async def test_a_call_under_asyncios_own_time_limits_waits_for_the_thread() -> N
 @pytest.mark.anyio
 @on_one_loop("trio")
 async def test_a_call_cancelled_by_trio_waits_and_undoes() -> None:
-    gate = Gate("result")
     undone: list[object] = []
     async with open_threads() as crew:
-        with trio.CancelScope() as scope:
+        with Gate("result") as gate, trio.CancelScope() as scope:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(call_at_a_gate, crew, gate, undone.append)
                 await wait_until(gate.begun.is_set)
                 scope.cancel()
+                await trio.sleep_forever()
         assert scope.cancelled_caught
         assert gate.is_over
         assert undone == ["result"]
@@ -346,18 +394,30 @@ async def test_a_clean_up_call_runs_to_its_end_under_a_cancellation_and_returns(
         assert not scope.cancelled_caught
 
 
+@on_both_loops
+async def test_clean_up_calls_start_no_thread_and_raise_what_the_work_raises() -> None:
+    def fail() -> None:
+        raise ValueError(threading.current_thread().name)
+
+    async with open_threads() as crew:
+        await wait_until(lambda: names() == ["streamflow clean-up"])
+        for _ in range(2):
+            with pytest.raises(ValueError, match="streamflow clean-up"):
+                await crew.call_through(fail)
+        assert names() == ["streamflow clean-up"]
+
+
 @pytest.mark.anyio
 @on_one_loop("asyncio")
 async def test_a_clean_up_call_cancelled_natively_runs_to_its_end_and_is_cancelled_then() -> None:
-    gate = Gate()
     async with open_threads() as crew:
-        task = asyncio.create_task(crew.call_through(gate.work))
-        await wait_until(gate.begun.is_set)
-        for _ in range(2):
-            task.cancel()
-            await anyio.wait_all_tasks_blocked()
-            assert not task.done()
-        gate.let_go.set()
+        with Gate() as gate:
+            task = asyncio.create_task(crew.call_through(gate.work))
+            await wait_until(gate.begun.is_set)
+            for _ in range(2):
+                task.cancel()
+                await anyio.wait_all_tasks_blocked()
+                assert not task.done()
         with pytest.raises(asyncio.CancelledError):
             await task
         assert gate.is_over

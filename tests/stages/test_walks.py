@@ -204,6 +204,16 @@ def test_a_model_that_always_skips_is_learned_after_two_passes() -> None:
         assert (sorted(blocks_of(fetches)), num_wants) == (list(visits), 0)
 
 
+def test_a_block_passed_by_gives_its_slot_back_at_once() -> None:
+    desk = Desk(FULL, 3)
+    desk.begin(1)
+    desk.visit(1, 0)
+    assert desk.enter(1, 2) == (1,)
+    desk.planner.left(1, 2, passed_by=(1,))
+    desk.settle()
+    assert [block for block in FULL if desk.planner.slot_of(block) is not None] == [3, 4, 5]
+
+
 def test_what_the_forecast_lacks_is_learned_at_once() -> None:
     desk = Desk(FULL, 2)
     backwards = tuple(reversed(FULL))

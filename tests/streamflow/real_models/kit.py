@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
 
 from torch import nn
 
@@ -42,9 +41,9 @@ async def stream_directory(
     load: Callable[[nn.Module], nn.Module] | None = None,
     device: CpuDevice | None = None,
 ) -> OffloadStatistics:
-    """Stream ``directory``; fail unless each tensor and each output is that of ``resident``, within the memory declared.
+    """Stream ``directory``; fail unless each tensor and each output is that of ``resident``.
 
-    Two requests of one walk per call. Returns the statistics from before closing.
+    Two requests of one walk per call, within the memory declared. Returns the statistics from before closing.
     """
     expected, threads = resident_digests(resident, calls), streamflow_threads()
     backend = device if device is not None else CpuDevice()
@@ -62,20 +61,19 @@ async def stream_directory(
     return statistics
 
 
-def table_row(model: str, dtype: str, files: str, opened_with: str, statistics: OffloadStatistics) -> str:
+def table_row(model: str, dtype: str, opened_with: str, statistics: OffloadStatistics) -> str:
     """The run as a line of the document's table."""
     choice, engine = statistics.choice, statistics.engine
-    cells: tuple[Any, ...] = (
+    cells = (
         model,
         dtype,
-        files,
         f"`{opened_with}`",
         f"{choice.source}, {choice.transfer}",
-        statistics.num_blocks,
+        f"{statistics.num_blocks}",
         f"{statistics.model_bytes:,}",
         f"{engine.device_peak_bytes:,}",
     )
-    return f"| {' | '.join(map(str, cells))} |"
+    return f"| {' | '.join(cells)} |"
 
 
 def documented_rows() -> list[str]:

@@ -114,15 +114,11 @@ class Variant:
     sharded: bool
 
     def __str__(self) -> str:
-        return f"{self.model} {self.dtype_name} {self.files}"
+        return f"{self.model} {self.dtype_name} {'shards' if self.sharded else 'one file'}"
 
     @property
     def dtype_name(self) -> str:
         return str(self.dtype).removeprefix("torch.")
-
-    @property
-    def files(self) -> str:
-        return "shards" if self.sharded else "one file"
 
     @property
     def calls(self) -> tuple[Call, ...]:
@@ -130,16 +126,12 @@ class Variant:
 
     def save(self, directory: Path) -> None:
         """Save as users do: what ``from_pretrained`` made of the float32 weights, in shards of a fifth if sharded."""
-        whole = directory / "float32"
-        self.model.build().save_pretrained(whole)
-        model: Any = self.model.load(whole, self.dtype)
+        made: Any = self.model.build()
+        made.save_pretrained(directory / "float32")
+        model: Any = self.model.load(directory / "float32", self.dtype)
         nbytes = sum(tensor.nbytes for tensor in model.state_dict().values())
         model.save_pretrained(directory / "saved", max_shard_size=nbytes // 5 if self.sharded else nbytes)
 
 
-VARIANTS = tuple(
-    Variant(model, dtype, sharded)
-    for model in MODELS
-    for dtype in (torch.float32, torch.bfloat16)
-    for sharded in (False, True)
-)
+DTYPES = (torch.float32, torch.bfloat16)
+VARIANTS = tuple(Variant(model, dtype, sharded) for model in MODELS for dtype in DTYPES for sharded in (False, True))

@@ -1,0 +1,185 @@
+"""A model whose blocks do what a test wants beside computing, and what has to be so after whatever happened to it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Awaitable, Callable, Coroutine, Generator
+from typing import Any, Generic, TypeVar
+
+import anyio
+import anyio.lowlevel
+import attrs
+import torch
+from torch import nn
+
+from streamflow import Offload
+from streamflow.stages.devices.cpu import CpuDevice
+from tests.streamflow.kit import ModelState, resident_digests, sha256_of, streamflow_threads
+from tests.streamflow.models import Mlp, Stack, seeded, some_inputs
+
+Result = TypeVar("Result")
+
+#: Longer than anything here takes on a machine that does other things, too. Whoever waits so long has found a fault.
+PATIENCE_S = 60.0
+
+
+def wait_for(event: threading.Event) -> None:
+    """Block the calling thread until ``event`` is set, and fail if it never is."""
+    assert event.wait(PATIENCE_S), "what the test waits for did not happen"
+
+
+@attrs.define(eq=False)
+class Script:
+    """What the blocks of one model do beside computing, and what they did.
+
+    ``inside`` is called in a block, before it computes, with its index; ``between`` before the block is entered (and,
+    with the number of blocks, after the last). ``num_inside`` counts threads that are in a block now.
+    """
+
+    inside: Callable[[int], object] = lambda index: None
+    between: Callable[[int], object] = lambda index: None
+    entered: list[int] = attrs.field(factory=list)
+    num_inside: int = 0
+
+    def reset(self) -> None:
+        """Do nothing beside computing from now on."""
+        self.inside = self.between = lambda index: None
+        self.entered.clear()
+
+
+class Step(Mlp):
+    """A block that follows a script."""
+
+    def __init__(self, index: int, script: Script) -> None:
+        super().__init__(hidden=16 + 8 * (index % 3))
+        self.index = index
+        self.script = script
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.script.entered.append(self.index)
+        self.script.num_inside += 1
+        try:
+            self.script.inside(self.index)
+            return super().forward(x)
+        finally:
+            self.script.num_inside -= 1
+
+
+class Scripted(Stack):
+    """A model of such blocks."""
+
+    def __init__(self, num_blocks: int, script: Script) -> None:
+        super().__init__(Step(index, script) for index in range(num_blocks))
+        self.script = script
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.enter(x)
+        for index, block in enumerate(self.blocks):
+            self.script.between(index)
+            x = block(x)
+        self.script.between(len(self.blocks))
+        out: torch.Tensor = self.exit(x)
+        return out
+
+
+@attrs.frozen(eq=False)
+class Subject:
+    """A model, what it has to give, and what it was like before anything happened to it."""
+
+    model: nn.Module
+    script: Script
+    inputs: torch.Tensor
+    expected: str
+    before: ModelState
+    threads: list[str]
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.model.blocks)  # type: ignore[arg-type]
+
+    def forward(self) -> str:
+        """The digest of what the model gives now, called by whoever calls this."""
+        with torch.no_grad():
+            return sha256_of(self.model(self.inputs))
+
+    def check_restored(self, device: CpuDevice, *, in_place: bool = True) -> None:
+        """Fail unless everything is as it was: the model to the last attribute, no thread, no device memory."""
+        self.before.assert_unchanged(self.model, in_place=in_place)
+        assert streamflow_threads() == self.threads
+        assert device.memory().in_use == 0
+
+    async def check_next(self, offload: Offload) -> None:
+        """Fail unless the next request is exact, and leaves every slot, place and pass accounted for."""
+        self.script.reset()
+        with anyio.fail_after(PATIENCE_S):
+            assert await offload.run(self.forward) == self.expected
+            assert self.script.entered == list(range(self.num_blocks))
+            await check_accounts(offload)
+
+
+def make_subject(num_blocks: int = 5, **script: Callable[[int], object]) -> Subject:
+    """A model with so many blocks, and what it gives while it is resident, aligned as in slots."""
+    shared = Script()
+    model = seeded(lambda: Scripted(num_blocks, shared))
+    inputs = some_inputs(1)[0]
+    (expected,) = resident_digests(model, [(inputs,)])
+    for name, action in script.items():
+        setattr(shared, name, action)
+    shared.entered.clear()
+    return Subject(model, shared, inputs, expected, ModelState.of(model), streamflow_threads())
+
+
+async def check_accounts(offload: Offload) -> None:
+    """Fail unless nobody runs or waits, no pass holds a claim, and each slot is bound to the one block that it holds.
+
+    For the offload's own loop; what passes rang is heard first.
+    """
+    statistics = offload.statistics()
+    assert (statistics.num_running, statistics.num_waiting) == (0, 0)
+    engine = offload._engine
+    planner = engine._planner
+    while planner._walking or planner._waiting or engine._doorbell._messages:
+        await anyio.lowlevel.checkpoint()
+    assert not any(planner.claims_on(slot.index) for slot in engine._window)
+    held = {slot.block: slot for slot in engine._window if slot.block is not None}
+    assert len(held) == sum(slot.block is not None for slot in engine._window), "one block is in two slots"
+    for index, block in enumerate(offload._component._blocks):
+        slot = held.get(index)
+        if slot is None or not planner._slots[slot.index].ready:
+            continue
+        start = slot.buffer.data_ptr()
+        for shown in block._shown:
+            assert start <= shown.data_ptr() < start + slot.buffer.numel(), f"block {index} is not where its slot is"
+
+
+class Steps(Generic[Result]):
+    """Awaits a coroutine; before each of its steps ``at_step`` is called with the step's number, from 1.
+
+    A step is what a task does from one checkpoint to the next. Works on any loop.
+    """
+
+    def __init__(self, coroutine: Coroutine[Any, Any, Result], at_step: Callable[[int], object]) -> None:
+        self._coroutine = coroutine
+        self._at_step = at_step
+        self.num = 0
+
+    def __await__(self) -> Generator[Any, Any, Result]:
+        sent: Any = None
+        thrown: BaseException | None = None
+        while True:
+            self.num += 1
+            self._at_step(self.num)
+            try:
+                yielded = self._coroutine.send(sent) if thrown is None else self._coroutine.throw(thrown)
+            except StopIteration as stop:
+                return stop.value  # type: ignore[no-any-return]
+            sent, thrown = None, None
+            try:
+                sent = yield yielded
+            except BaseException as error:
+                thrown = error
+
+
+async def as_task(awaitable: Awaitable[Result]) -> Result:
+    """The same as a coroutine, which is what makes a task."""
+    return await awaitable
