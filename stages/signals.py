@@ -105,6 +105,10 @@ class LoopEvent:
         """Wake the waiters, once and for all. From any thread; nothing happens when the loop is gone."""
         self._wake_loop(self._event.set)
 
+    def is_set(self) -> bool:
+        """Whether the loop has been woken."""
+        return self._event.is_set()
+
     async def wait(self) -> None:
         """Return once the event is set. Cancelling it changes nothing."""
         await self._event.wait()

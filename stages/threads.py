@@ -76,13 +76,13 @@ async def wait_through(event: LoopEvent) -> BaseException | None:
     interrupt) is absorbed; the most urgent of it is returned, for the caller to raise in the end: nobody else would.
     """
     absorbed: BaseException | None = None
-    while True:
+    while not event.is_set():
         try:
             with anyio.CancelScope(shield=True):
                 await event.wait()
-            return absorbed
         except (anyio.get_cancelled_exc_class(), KeyboardInterrupt) as interruption:
             absorbed = interruption if absorbed is None else more_urgent(absorbed, interruption)
+    return absorbed
 
 
 def more_urgent(first: BaseException, then: BaseException | None) -> BaseException:

@@ -21,12 +21,10 @@ _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _OWN_BUILD = "pass a build of your own, or load the model and use open_offload"
 
 
-def diffusers_builder(
-    directory: str | os.PathLike[str], torch_dtype: torch.dtype | None = None
-) -> Callable[[], nn.Module]:
-    """A ``build`` for `streamflow.open_streamed` that gives what ``from_pretrained(directory, torch_dtype)`` loads.
+def diffusers_builder(directory: str | os.PathLike[str], dtype: torch.dtype | None = None) -> Callable[[], nn.Module]:
+    """A ``build`` for `streamflow.open_streamed` that gives what ``from_pretrained(directory, dtype)`` loads.
 
-    Every tensor has the dtype that ``from_pretrained`` gives it: ``torch_dtype``, or float32 where the model's class
+    Every tensor has the dtype that ``from_pretrained`` gives it: ``dtype``, or float32 where the model's class
     keeps it so. None is what ``from_pretrained`` makes of None: the dtypes that the class gives itself, whatever the
     files hold. What the files hold in another dtype cannot be streamed from them and is converted while it is loaded.
 
@@ -39,17 +37,17 @@ def diffusers_builder(
     :raises CheckpointNotFoundError: if there is no ``config.json`` in ``directory``.
     :raises CheckpointFormatError: if it is not the configuration of a diffusers model.
     :raises UnsupportedModelError: if it asks for quantization; from ``build``: if the model keeps, outside of its
-        checkpoint, what it computes in torch's default dtype, and that is not ``torch_dtype``.
-    :raises ConfigurationError: if ``torch_dtype`` is none that weights can be converted to.
+        checkpoint, what it computes in torch's default dtype, and that is not ``dtype``.
+    :raises ConfigurationError: if ``dtype`` is none that weights can be converted to.
     """
-    if torch_dtype is not None and torch_dtype not in _DTYPES:
+    if dtype is not None and dtype not in _DTYPES:
         known = ", ".join(map(str, _DTYPES))
-        raise ConfigurationError([f"torch_dtype must be one of {known}, or None, not {torch_dtype!r}"])
+        raise ConfigurationError([f"dtype must be one of {known}, or None, not {dtype!r}"])
     config = _read_config(Path(directory) / _CONFIG)
     model_class = _model_class(config, Path(directory) / _CONFIG)
 
     def build() -> nn.Module:
-        return _build(model_class, config, torch_dtype)
+        return _build(model_class, config, dtype)
 
     return build
 
@@ -89,22 +87,22 @@ def _model_class(config: dict[str, Any], path: Path) -> Any:
     return found
 
 
-def _build(model_class: Any, config: dict[str, Any], torch_dtype: torch.dtype | None) -> nn.Module:
-    matters = torch_dtype is not None and torch_dtype != torch.get_default_dtype()
+def _build(model_class: Any, config: dict[str, Any], dtype: torch.dtype | None) -> nn.Module:
+    matters = dtype is not None and dtype != torch.get_default_dtype()
     watch = DefaultDtypeWatch() if matters else nullcontext()
     with watch:
         model: nn.Module = model_class.from_config(dict(config))
     if isinstance(watch, DefaultDtypeWatch) and (found := watch.found_in(model)):
-        computed = f"it is computed in torch's default dtype, which from_pretrained sets to {torch_dtype} meanwhile"
+        computed = f"it is computed in torch's default dtype, which from_pretrained sets to {dtype} meanwhile"
         raise UnsupportedModelError(f"{model_class.__name__}.{found[0]}", computed, _OWN_BUILD)
-    if torch_dtype is not None:
-        _convert(model, torch_dtype, model_class._keep_in_fp32_modules or ())
+    if dtype is not None:
+        _convert(model, dtype, model_class._keep_in_fp32_modules or ())
     return model
 
 
-def _convert(model: nn.Module, torch_dtype: torch.dtype, kept: str | Collection[str]) -> None:
+def _convert(model: nn.Module, dtype: torch.dtype, kept: str | Collection[str]) -> None:
     """Give every floating-point tensor of a checkpoint the dtype in which ``from_pretrained`` loads it."""
     kept = {kept} if isinstance(kept, str) else set(kept)
     for name, tensor in model.state_dict(keep_vars=True).items():
         if isinstance(tensor, torch.Tensor) and tensor.is_floating_point():
-            tensor.data = tensor.data.to(torch.float32 if kept & set(name.split(".")) else torch_dtype)
+            tensor.data = tensor.data.to(torch.float32 if kept & set(name.split(".")) else dtype)

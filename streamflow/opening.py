@@ -26,6 +26,7 @@ from streamflow.runtime.statistics import TransferChoice
 from streamflow.stages.devices.base import Device, Stream
 from streamflow.stages.devices.cpu import CpuDevice
 from streamflow.stages.devices.cuda import CudaDevice
+from streamflow.stages.engine import Engine
 from streamflow.stages.opening import EngineOptions, open_engine
 from streamflow.stages.threads import ThreadCrew, open_threads
 from streamflow.stages.transfers.base import Transfer
@@ -152,7 +153,7 @@ async def _open_attached(
     name = type(model).__name__
     async with attach(model, name, inventory, bound, source, device, crew) as attachment:
         chosen = _choose_transfer(config, device, source)
-        async with open_engine(
+        opened = open_engine(
             device=device,
             crew=crew,
             images=source.images,
@@ -164,8 +165,8 @@ async def _open_attached(
             ),
             open_transfer=_transfer_opener(chosen, source, config),
             binder=attachment.binder,
-        ) as engine:
-            admission = Admission(engine.places, engine.end_request)
+        )
+        async with opened as engine, _open_admission(engine) as admission:
             component = StreamedComponent(name, engine, bound, device, admission)
             modules = [tensors.block.module for tensors in inventory.blocks]
             interceptions = Interceptions(model, modules, component)
@@ -186,6 +187,15 @@ async def _open_attached(
                     await offload.drain()
                 finally:
                     interceptions.remove()
+
+
+@asynccontextmanager
+async def _open_admission(engine: Engine) -> AsyncIterator[Admission]:
+    admission = Admission(engine.places, engine.end_request)
+    try:
+        yield admission
+    finally:
+        await admission.drain()
 
 
 def _backend(device: Device | None, config: OffloadConfig) -> Device:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from typing import Any
 
 import torch
@@ -98,7 +98,14 @@ def _cudart() -> Any:
 
 def _check(code: Any, call: str, nbytes: int) -> None:
     if int(code) != 0:
+        _take_pending_error()
         raise DeviceStreamError("host registration", RuntimeError(f"{call} of {nbytes:,} bytes returned {code}"))
+
+
+def _take_pending_error() -> None:
+    # the runtime keeps a refusal for its thread, and torch raises it at the next kernel launch there, whoever's it is
+    with suppress(RuntimeError):
+        torch.empty(1, device="cuda").fill_(0)
 
 
 class _StreamRegistry:

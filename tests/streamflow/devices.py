@@ -29,8 +29,11 @@ class _GatedStream(CpuCopyStream):
         self._permits = permits
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        self.submit(self._permits.acquire)
+        self.submit(self._wait_for_permit)
         super().copy(target, source)
+
+    def _wait_for_permit(self) -> None:
+        self._permits.acquire()
 
 
 class GatedCpuDevice(FarCpuDevice):

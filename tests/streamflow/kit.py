@@ -1,4 +1,4 @@
-"""How equality is shown: a resident model with aligned tensors, SHA-256 over outputs, and what must be left afterwards."""
+"""How equality is shown: a resident model with aligned tensors, SHA-256 over outputs, and what must be left over."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def bytes_of(tensor: torch.Tensor) -> bytes:
 
 
 def sha256_of(outputs: Any) -> str:
-    """A digest of every tensor (dtype, shape, bytes) and every other leaf of ``outputs``, and of how they are nested."""
+    """A digest of every tensor (dtype, shape, bytes) and other leaf of ``outputs``, and of how they are nested."""
     leaves, structure = pytree.tree_flatten(outputs)
     digest = hashlib.sha256(str(structure).encode())
     for leaf in leaves:
@@ -152,7 +152,7 @@ class TensorState:
 
 @attrs.frozen(eq=False)
 class ModelState:
-    """A model to the last attribute: every module's ``__dict__``, every tensor by identity, place, strides and bytes."""
+    """A model to the last attribute: every module's ``__dict__``, every tensor's identity, address, kind and bytes."""
 
     modules: dict[str, tuple[nn.Module, dict[str, Any]]]
     tensors: dict[str, TensorState]
@@ -262,11 +262,13 @@ async def stream_and_compare(
 def save_checkpoint(model: nn.Module, directory: Path, num_shards: int = 1) -> None:
     """Write the model's parameters and persistent buffers as loaders expect them: row by row, a tied one once."""
     by_id = {id(tensor): name for name, tensor in reversed(model.state_dict(keep_vars=True).items())}
-    tensors = {name: model.state_dict()[name].detach().clone(memory_format=torch.contiguous_format) for name in by_id.values()}
+    tensors = {
+        name: model.state_dict()[name].detach().clone(memory_format=torch.contiguous_format) for name in by_id.values()
+    }
     if num_shards == 1:
         save_file(tensors, directory / "model.safetensors")
         return
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for shard in range(num_shards):
         file = f"model-{shard + 1:05}-of-{num_shards:05}.safetensors"
         part = dict(list(tensors.items())[shard::num_shards])

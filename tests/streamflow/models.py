@@ -48,6 +48,18 @@ def some_inputs(count: int = 3, rows: int = 4, width: int = WIDTH) -> list[torch
     return [torch.randn(rows, width, generator=generator) for _ in range(count)]
 
 
+def blocks_of(model: nn.Module) -> nn.ModuleList:
+    """The blocks of a model that calls them so."""
+    blocks = model.blocks
+    assert isinstance(blocks, nn.ModuleList)
+    return blocks
+
+
+def block(model: nn.Module, index: int) -> Any:
+    """One of them, whatever its class."""
+    return blocks_of(model)[index]
+
+
 class Mlp(nn.Module):
     """A residual block of two linears, with a persistent buffer; ``hidden`` sets its size."""
 
@@ -61,7 +73,8 @@ class Mlp(nn.Module):
         self.register_buffer("scale", torch.rand(width) + 0.5)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.relu(self.up(self.norm(x)))) * self.scale
+        out: torch.Tensor = x + self.down(torch.relu(self.up(self.norm(x)))) * self.scale
+        return out
 
 
 class Stack(nn.Module):
@@ -87,7 +100,7 @@ def mlp_stack(num_blocks: int) -> nn.Module:
 
 
 class TwoStacks(nn.Module):
-    """Blocks that pass two tensors on, with keyword arguments, then blocks that take one; a root parameter and buffers."""
+    """Blocks that pass two tensors on, by keywords, then blocks that take one; a root parameter and root buffers."""
 
     steps: torch.Tensor
     table: torch.Tensor
@@ -363,7 +376,12 @@ CASES = (
     _case("every dtype", lambda: Stack(Typed(dtype) for dtype in all_dtypes(DTYPE_NAMES))),
     _case("quantized blocks", lambda: Stack(Quantized() for _ in range(4))),
     _case("blocks of several kinds", lambda: Stack([Mlp(), Experts(), Idle(), Quantized(), TiedInside()])),
-    _case("blocks without tensors", lambda: Stack(Idle() for _ in range(3)), plan=OffloadPlan(stacks="blocks"), streams=False),
+    _case(
+        "blocks without tensors",
+        lambda: Stack(Idle() for _ in range(3)),
+        plan=OffloadPlan(stacks="blocks"),
+        streams=False,
+    ),
     _case("blocks behind a property", BehindProperty),
     _case("the same block twice", same_block_twice),
     _case("bfloat16", lambda: Bare(torch.bfloat16)),

@@ -15,7 +15,7 @@ from torch._dynamo.backends.common import aot_autograd
 import streamflow
 from streamflow.errors import UnsupportedModelError
 from tests.streamflow.kit import ModelState, aligned_reference, in_worker, run_calls, sha256_of
-from tests.streamflow.models import CALLS, mlp_stack
+from tests.streamflow.models import CALLS, blocks_of, mlp_stack
 
 pytestmark = pytest.mark.anyio
 
@@ -41,12 +41,6 @@ def nothing_compiled() -> Iterator[None]:
     torch.compiler.reset()
 
 
-def blocks_of(model: nn.Module) -> nn.ModuleList:
-    blocks = model.blocks
-    assert isinstance(blocks, nn.ModuleList)
-    return blocks
-
-
 def compile_in_place(model: nn.Module, backend: Any) -> None:
     for block in blocks_of(model):
         block.compile(backend=backend, fullgraph=True)
@@ -55,12 +49,13 @@ def compile_in_place(model: nn.Module, backend: Any) -> None:
 def wrap_in_list(model: nn.Module, backend: Any) -> None:
     blocks = blocks_of(model)
     for index, block in enumerate(list(blocks)):
-        blocks[index] = torch.compile(block, backend=backend, fullgraph=True)  # type: ignore[call-overload]
+        compiled: Any = torch.compile(block, backend=backend, fullgraph=True)
+        blocks[index] = compiled
 
 
 def compile_forwards(model: nn.Module, backend: Any) -> None:
     for block in blocks_of(model):
-        block.forward = torch.compile(block.forward, backend=backend, fullgraph=True)  # type: ignore[method-assign]
+        block.forward = torch.compile(block.forward, backend=backend, fullgraph=True)
 
 
 WAYS = {
@@ -148,13 +143,14 @@ async def test_blocks_compiled_to_machine_code_are_exact() -> None:
 @pytest.mark.parametrize("how", ["model.compile", "torch.compile", "compiled forward"])
 @pytest.mark.parametrize("anyio_backend", ["asyncio"])
 async def test_a_model_compiled_around_its_blocks_is_refused(how: str) -> None:
-    model = opened = mlp_stack(4)
+    model: Any = mlp_stack(4)
+    opened = model
     if how == "model.compile":
         model.compile(backend=CountingBackend())
     elif how == "torch.compile":
-        opened = torch.compile(model, backend=CountingBackend())  # type: ignore[assignment]
+        opened = torch.compile(model, backend=CountingBackend())
     else:
-        model.forward = torch.compile(model.forward, backend=CountingBackend())  # type: ignore[method-assign]
+        model.forward = torch.compile(model.forward, backend=CountingBackend())
     before = ModelState.of(opened)
     with pytest.raises(UnsupportedModelError, match="compile its blocks instead"):
         async with streamflow.open_offload(opened):

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 
 import streamflow
 from streamflow.stages.devices.cpu import CpuDevice
@@ -20,7 +19,7 @@ from tests.streamflow.kit import (
     stream_and_compare,
     stream_files_and_compare,
 )
-from tests.streamflow.models import CALLS, CASES, WIDTH, Case, mlp_stack
+from tests.streamflow.models import CALLS, CASES, WIDTH, Case, block, blocks_of, mlp_stack
 
 pytestmark = pytest.mark.anyio
 
@@ -30,8 +29,7 @@ OUTSIDE_BYTES = 4 * WIDTH * WIDTH + 3 * 256
 
 
 def slot_bytes() -> int:
-    blocks = CASE.build().blocks
-    assert isinstance(blocks, nn.ModuleList)
+    blocks = blocks_of(CASE.build())
     return largest_block_bytes(blocks)
 
 
@@ -71,7 +69,7 @@ async def test_a_compute_unit_comes_back_when_a_block_fails() -> None:
     async with streamflow.open_offload(model, {"window_blocks": 1}, device=CpuDevice(compute_units=1)) as offload:
         for _ in range(3):
             with torch.no_grad(), pytest.raises(RuntimeError, match="normalized_shape"):
-                await offload.run(model.blocks[1], torch.zeros(2, 3))  # its norm refuses three features
+                await offload.run(block(model, 1), torch.zeros(2, 3))  # its norm refuses three features
         await compare(offload, model, CALLS, expected)
 
 
@@ -116,6 +114,5 @@ async def test_what_is_outside_the_blocks_goes_to_the_device_once() -> None:
 async def test_page_locked_images_are_exactly_as_large_as_the_blocks() -> None:
     """Not rounded up to powers of two."""
     statistics = await stream_and_compare(CASE, device=FarCpuDevice(), in_place=False)
-    blocks = CASE.build().blocks
-    assert isinstance(blocks, nn.ModuleList)
+    blocks = blocks_of(CASE.build())
     assert statistics.host_image_bytes == sum(largest_block_bytes([block]) for block in blocks)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
-from torch import nn
 
 from tests.streamflow.kit import largest_block_bytes, stream_and_compare
-from tests.streamflow.models import CALLS, Case, mlp_stack
+from tests.streamflow.models import CALLS, Case, blocks_of, mlp_stack
 
 pytestmark = pytest.mark.anyio
 
-TRANSFERS = {
+TRANSFERS: dict[str, dict[str, Any]] = {
     "auto": {"transfer": "auto"},
     # chunks so small that each block has several, and more threads than chunks at a time
     "staged": {"transfer": "staged", "staging_chunk_bytes": 1024, "packing_threads": 2},
@@ -23,8 +24,7 @@ CORNERS = [(1, 1), (1, 4), (3, 2), (4, 2), (5, 3), (8, 4), (9, 4)]
 async def check(num_blocks: int, window: int, transfer: str) -> None:
     case = Case("mlp", lambda: mlp_stack(num_blocks), CALLS)
     statistics = await stream_and_compare(case, {"window_blocks": window, **TRANSFERS[transfer]})
-    blocks = case.build().blocks
-    assert isinstance(blocks, nn.ModuleList)
+    blocks = blocks_of(case.build())
     num_slots = min(window, num_blocks)
     assert statistics.engine.window_bytes == num_slots * largest_block_bytes(blocks)
     assert statistics.engine.num_walks == 2 * len(CALLS)

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 
 from streamflow.weights.checkpoint_plan import FallbackCode
 from streamflow.weights.safetensors_dtypes import TORCH_TO_FILE
@@ -20,7 +19,7 @@ from tests.streamflow.kit import (
     stream_files_and_compare,
     tensors_of,
 )
-from tests.streamflow.models import CASES, DTYPE_NAMES, Case, Typed, all_dtypes
+from tests.streamflow.models import CASES, DTYPE_NAMES, Case, Typed, all_dtypes, blocks_of
 
 pytestmark = pytest.mark.anyio
 
@@ -77,8 +76,7 @@ async def test_a_checkpoint_streams_exactly_under_both_loops(transfer: str, tmp_
 def test_the_kit_holds_every_dtype_that_torch_has_and_a_file_can_hold() -> None:
     assert set(DTYPE_NAMES) == set(TORCH_TO_FILE)
     (case,) = (case for case in CASES if case.name == "every dtype")
-    blocks = case.build().blocks
-    assert isinstance(blocks, nn.ModuleList)
+    blocks = blocks_of(case.build())
     assert [block.matrix.dtype for block in blocks if isinstance(block, Typed)] == all_dtypes(DTYPE_NAMES)
     assert len(blocks) >= 18
 

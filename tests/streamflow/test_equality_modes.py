@@ -1,4 +1,4 @@
-"""What the caller has in force (no_grad, inference mode, autocast) is in force in a request, and the bytes are equal."""
+"""What the caller has in force (no_grad, inference mode, autocast) is in force in a request; the bytes are equal."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from torch import nn
 
 from streamflow import OffloadPlan
 from tests.streamflow.kit import aligned, largest_block_bytes, stream_and_compare
-from tests.streamflow.models import CALLS, CASES, Case, TwoStacks, mlp_stack, seeded
+from tests.streamflow.models import CALLS, CASES, Case, TwoStacks, blocks_of, mlp_stack, seeded
 
 pytestmark = pytest.mark.anyio
 
@@ -16,8 +16,7 @@ CASE = Case("mlp", lambda: mlp_stack(8), CALLS)
 
 def block_bytes() -> list[int]:
     """Image bytes of each block of the case, counted from its tensors."""
-    blocks = CASE.build().blocks
-    assert isinstance(blocks, nn.ModuleList)
+    blocks = blocks_of(CASE.build())
     return [largest_block_bytes([block]) for block in blocks]
 
 

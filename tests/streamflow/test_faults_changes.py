@@ -17,7 +17,7 @@ from streamflow.errors import GradientError, LoopThreadError, WeightsChangedErro
 from streamflow.stages.errors import EngineBrokenError, EngineClosedError
 from tests.streamflow.devices import FailingCopies
 from tests.streamflow.kit import ModelState, compare, resident_digests, run_calls, sha256_of
-from tests.streamflow.models import CALLS, WIDTH, Buffers, Mlp, Stack, mlp_stack, seeded
+from tests.streamflow.models import CALLS, WIDTH, Buffers, Mlp, Stack, block, mlp_stack, seeded
 
 pytestmark = pytest.mark.anyio
 
@@ -25,12 +25,6 @@ NUM_BLOCKS = 4
 #: Where block 0 is evicted in each pass, where the window holds all blocks, and where all are resident.
 PLACES: list[dict[str, Any]] = [{"window_blocks": 1}, {"window_blocks": NUM_BLOCKS}, {"resident_blocks": "all"}]
 in_every_place = pytest.mark.parametrize("options", PLACES, ids=str)
-
-
-def block(model: nn.Module, index: int) -> Any:
-    blocks = model.blocks
-    assert isinstance(blocks, nn.ModuleList)
-    return blocks[index]
 
 
 class Writing(nn.Module):
@@ -201,7 +195,7 @@ def of_the_input(model: nn.Module) -> tuple[Any, ...]:
 
 
 def of_what_is_before_the_blocks(model: nn.Module) -> tuple[Any, ...]:
-    model.enter.requires_grad_(True)  # type: ignore[operator, union-attr]
+    model.get_submodule("enter").requires_grad_(True)
     return CALLS[0]
 
 
@@ -259,7 +253,7 @@ async def test_the_loop_thread_is_told_to_use_run_instead_of_waiting_for_itself(
     async with streamflow.open_offload(model) as offload:
         for call in (model, model.forward, block(model, 2)):
             with torch.no_grad(), pytest.raises(LoopThreadError, match=r"await offload\.run\(model"):
-                call(*CALLS[0])  # type: ignore[operator]
+                call(*CALLS[0])
         await compare(offload, model, CALLS, expected)
 
 
@@ -357,9 +351,8 @@ async def test_a_copy_that_fails_breaks_the_offload_with_its_cause_and_leaves_th
             with pytest.raises(EngineBrokenError, match="the link is down") as caught:
                 await offload.run(run_calls, model, CALLS)
             assert caught.value.cause is failure
-        assert offload.state == "broken"
-        assert offload.statistics().state == "broken"
-    assert offload.state == "closed"
+        assert (offload.state, offload.statistics().state) == ("broken", "broken")
+    assert offload.statistics().state == "closed"
     assert device.memory().in_use == 0
     before.assert_unchanged(model)
 
@@ -380,11 +373,15 @@ async def test_an_error_of_the_body_comes_out_as_it_is_and_everything_is_given_b
     model = mlp_stack(NUM_BLOCKS)
     before = ModelState.of(model)
     opened: list[streamflow.Offload] = []
-    with pytest.raises(type(failure)) as caught:
+
+    async def open_and_fail() -> None:
         async with streamflow.open_offload(model) as offload:
             opened.append(offload)
             await offload.run(run_calls, model, CALLS[:1])
             raise failure
+
+    with pytest.raises(type(failure)) as caught:
+        await open_and_fail()
     assert caught.value is failure
     assert opened[0].state == "closed"
     before.assert_unchanged(model)

@@ -1,4 +1,4 @@
-"""Known faults of hooks: run twice, or never, or on weights that are not there; calls that end early; kept callables."""
+"""Known faults of hooks: run twice, or never, or on weights that are not there; early ends; kept callables."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 import streamflow
 from streamflow.errors import AlreadyAttachedError, UnsupportedModelError
 from tests.streamflow.kit import ModelState, compare, resident_digests, run_calls, save_checkpoint, sha256_of
-from tests.streamflow.models import CALLS, mlp_stack
+from tests.streamflow.models import CALLS, block, mlp_stack
 
 pytestmark = pytest.mark.anyio
 
@@ -40,10 +40,9 @@ class Log:
 
 def add_hooks(model: nn.Module, log: Log) -> list[Any]:
     """Every kind of forward hook, on the root, on a block, and inside of one."""
-    blocks = model.blocks
-    assert isinstance(blocks, nn.ModuleList)
-    handles = []
-    for name, module in (("root", model), ("block", blocks[1]), ("inside", blocks[1].up), ("last", blocks[3])):
+    handles: list[Any] = []
+    hooked = {"root": model, "block": block(model, 1), "inside": block(model, 1).up, "last": block(model, 3)}
+    for name, module in hooked.items():
         handles += [
             module.register_forward_pre_hook(lambda m, args, name=name: log.note(f"{name} before", m)),
             module.register_forward_hook(lambda m, args, out, name=name: log.note(f"{name} after", m)),
@@ -55,12 +54,6 @@ def add_hooks(model: nn.Module, log: Log) -> list[Any]:
             ),
         ]
     return handles
-
-
-def block(model: nn.Module, index: int) -> Any:
-    blocks = model.blocks
-    assert isinstance(blocks, nn.ModuleList)
-    return blocks[index]
 
 
 def digests_in_place(model: nn.Module) -> list[str]:
@@ -178,10 +171,10 @@ async def test_forward_called_past_the_hooks_is_a_pass_all_the_same() -> None:
     def by_hand(calls: Any) -> list[Any]:
         outputs = []
         for (x,) in calls:
-            x = model.enter.forward(x)  # type: ignore[operator, union-attr]
+            x = model.get_submodule("enter").forward(x)
             for index in range(NUM_BLOCKS):
                 x = block(model, index).forward(x)
-            outputs.append(model.exit(x))  # type: ignore[operator]
+            outputs.append(model.get_submodule("exit")(x))
         return outputs
 
     async with streamflow.open_offload(model, {"window_blocks": 1}) as offload:

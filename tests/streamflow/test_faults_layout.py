@@ -38,6 +38,7 @@ from tests.streamflow.models import (
     Stack,
     TiedInside,
     TwoStacks,
+    block,
     mlp_stack,
     seeded,
     tied_across_blocks,
@@ -48,26 +49,20 @@ pytestmark = pytest.mark.anyio
 TIED = Case("tied", lambda: seeded(tied_across_blocks), CALLS)
 
 
-def block(model: nn.Module, index: int) -> Any:
-    blocks = model.blocks
-    assert isinstance(blocks, nn.ModuleList)
-    return blocks[index]
-
-
 class Wrapped(torch.Tensor):
     """A tensor subclass whose values are in an inner tensor, as quantized weights have them."""
 
-    inner: torch.Tensor
+    values_inside: torch.Tensor
 
     @staticmethod
     def __new__(cls, inner: torch.Tensor) -> Wrapped:
         wrapped: Wrapped = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
-        wrapped.inner = inner
+        wrapped.values_inside = inner
         return wrapped
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args, kwargs = pytree.tree_map_only(Wrapped, lambda tensor: tensor.inner, (args, kwargs or {}))
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        args, kwargs = pytree.tree_map_only(Wrapped, lambda tensor: tensor.values_inside, (args, kwargs or {}))
         result = func(*args, **kwargs)
         return cls(result) if func is torch.ops.aten.detach.default else result
 
@@ -115,8 +110,9 @@ async def test_a_tensor_subclass_is_refused_by_name(kind: type[torch.Tensor], wh
         block(model, 1).register_buffer("extra", tensor)
         name = "blocks.1.extra"
     else:
-        owner, name = (block(model, 1).up, "blocks.1.up.weight") if where == "block" else (model.enter, "enter.weight")
-        owner.weight = nn.Parameter(tensor, requires_grad=False)
+        owner = "blocks.1.up" if where == "block" else "enter"
+        model.get_submodule(owner).weight = nn.Parameter(tensor, requires_grad=False)
+        name = f"{owner}.weight"
     with pytest.raises(UnsupportedModelError, match=f"tensor subclass .{kind.__name__}") as caught:
         async with streamflow.open_offload(model):
             raise AssertionError("it was opened")
@@ -250,7 +246,11 @@ async def test_any_one_of_the_names_is_enough(tmp_path: Path) -> None:
     kept = {"blocks.0.down.weight", "blocks.3.up.weight"}
     shared_buffer = "blocks.3.scale"
     save_file(
-        {name: tensor for name, tensor in state.items() if name != shared_buffer and (name not in tied or name in kept)},
+        {
+            name: tensor
+            for name, tensor in state.items()
+            if name != shared_buffer and (name not in tied or name in kept)
+        },
         tmp_path / "model.safetensors",
     )
     statistics = await stream_files_and_compare(TIED, tmp_path)

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import streamflow
 from streamflow import OffloadConfig, OffloadPlan
@@ -17,7 +16,7 @@ from streamflow.stages.devices.cpu import CpuDevice
 from streamflow.stages.errors import StreamflowError
 from tests.streamflow.devices import FarCpuDevice
 from tests.streamflow.kit import ModelState, largest_block_bytes, save_checkpoint, stream_and_compare
-from tests.streamflow.models import CALLS, Case, mlp_stack
+from tests.streamflow.models import CALLS, Case, blocks_of, mlp_stack
 
 CASE = Case("mlp", lambda: mlp_stack(6), CALLS)
 
@@ -93,7 +92,9 @@ def test_unknown_options_are_all_refused_and_the_nearest_one_suggested() -> None
 
 
 @pytest.mark.anyio
-@pytest.mark.parametrize("config", [{"windw_blocks": 2}, {"window_blocks": 0}, "window_blocks=2", 3, [("a", 1)]], ids=str)
+@pytest.mark.parametrize(
+    "config", [{"windw_blocks": 2}, {"window_blocks": 0}, "window_blocks=2", 3, [("a", 1)]], ids=str
+)
 async def test_a_configuration_that_is_not_usable_is_refused_before_anything_is_touched(
     config: Any, tmp_path: Path
 ) -> None:
@@ -123,7 +124,7 @@ async def test_a_device_by_name_in_place_of_a_backend_is_refused_and_the_option_
 
 @pytest.mark.anyio
 async def test_every_option_arrives_where_it_acts() -> None:
-    """None is lost between the caller and the runtime: the effective configuration is the offload's own, and it shows."""
+    """None is lost between the caller and the runtime: the effective configuration is the offload's, and it shows."""
     async with streamflow.open_offload(CASE.build(), EVERY_OPTION, device=FarCpuDevice()) as offload:
         assert offload.config == OffloadConfig(**EVERY_OPTION)
         effective = offload.config.effective()
@@ -131,8 +132,7 @@ async def test_every_option_arrives_where_it_acts() -> None:
     assert {name: value for name, value in EVERY_OPTION.items() if name != "plan"}.items() <= effective.items()
     assert effective["plan"]["stacks"] == ("blocks",)
     assert statistics.num_resident_blocks == 2
-    blocks = CASE.build().blocks
-    assert isinstance(blocks, nn.ModuleList)
+    blocks = blocks_of(CASE.build())
     assert statistics.engine.window_bytes == 3 * largest_block_bytes(blocks)
     assert statistics.choice.transfer == "staged"
     assert statistics.engine.staging_bytes > 3 * 2 * 2048

@@ -30,7 +30,20 @@ from tests.streamflow.kit import (
     sha256_of,
     stream_and_compare,
 )
-from tests.streamflow.models import CALLS, WIDTH, Bare, Call, Case, Mlp, Scheduled, mlp_stack, seeded, some_inputs
+from tests.streamflow.models import (
+    CALLS,
+    WIDTH,
+    Bare,
+    Call,
+    Case,
+    Mlp,
+    Scheduled,
+    block,
+    blocks_of,
+    mlp_stack,
+    seeded,
+    some_inputs,
+)
 
 pytestmark = pytest.mark.anyio
 
@@ -57,7 +70,9 @@ async def test_a_block_prefetched_but_not_run_leaves_the_window_sound() -> None:
     model, device = scheduled(), GatedCpuDevice()
     calls: list[Call] = [(X, (0,)), (X, (4, 5)), (X, range(6))]
     expected = resident_digests(model, calls)
-    async with streamflow.open_offload(model, {"window_blocks": 2, "poison_freed_slots": True}, device=device) as offload:
+    async with streamflow.open_offload(
+        model, {"window_blocks": 2, "poison_freed_slots": True}, device=device
+    ) as offload:
         with device.gated():
             device.allow(1)
             first = await offload.run(run_calls, model, calls[:1])
@@ -118,7 +133,9 @@ async def test_a_conversion_on_the_way_to_the_slot_is_done_before_the_block_runs
     expected = resident_digests(narrow, CALLS)
     adapter = TensorAdapter("*", transform=lambda tensors: tensors[0].to(torch.bfloat16))
     options = {"poison_freed_slots": True}
-    opened = streamflow.open_streamed(lambda: seeded(lambda: Bare(torch.bfloat16)), tmp_path, options, adapters=[adapter])
+    opened = streamflow.open_streamed(
+        lambda: seeded(lambda: Bare(torch.bfloat16)), tmp_path, options, adapters=[adapter]
+    )
     async with opened as (offload, streamed):
         await compare(offload, streamed, CALLS, expected)
         statistics = offload.statistics()
@@ -144,8 +161,8 @@ class Lingering(nn.Module):
             return out
 
     def forward(self, x: torch.Tensor, pause: Callable[[int], None] = lambda index: None) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x, pause)
+        for lingering in self.blocks:
+            x = lingering(x, pause)
         return x
 
 
@@ -306,7 +323,7 @@ def test_no_placeholder_is_taken_for_a_weight_when_two_threads_open_at_once() ->
 async def test_a_weight_that_another_model_holds_is_not_taken_from_its_placeholder() -> None:
     """Two models that share one parameter, and no module: the second is refused by the parameter's name."""
     first, second = mlp_stack(3), mlp_stack(4)
-    second.blocks[2].up.weight = first.blocks[2].up.weight  # type: ignore[index, union-attr]
+    block(second, 2).up.weight = block(first, 2).up.weight
     expected = resident_digests(second, CALLS)
     before = ModelState.of(second)
     async with streamflow.open_offload(first):
@@ -324,7 +341,7 @@ def test_the_kit_is_wide_enough_to_notice_a_wrong_weight() -> None:
     """Every byte of a block's weights changes what the model gives: else nothing here would show anything."""
     model = mlp_stack(2)
     expected = resident_digests(model, CALLS)
-    for parameter in model.blocks.parameters():  # type: ignore[union-attr, operator]
+    for parameter in blocks_of(model).parameters():
         wrong = parameter.flatten()
         keep = wrong[WIDTH // 2].clone()
         wrong[WIDTH // 2] = keep + 1

@@ -14,7 +14,19 @@ from streamflow import OffloadPlan
 from streamflow.errors import PlanError, UnsupportedModelError
 from tests.streamflow.devices import FarCpuDevice
 from tests.streamflow.kit import ModelState, largest_block_bytes, stream_and_compare
-from tests.streamflow.models import CALLS, WIDTH, BehindProperty, Case, Mlp, Scheduled, Stack, mlp_stack, seeded
+from tests.streamflow.models import (
+    CALLS,
+    WIDTH,
+    BehindProperty,
+    Case,
+    Mlp,
+    Scheduled,
+    Stack,
+    block,
+    blocks_of,
+    mlp_stack,
+    seeded,
+)
 
 pytestmark = pytest.mark.anyio
 
@@ -35,8 +47,7 @@ async def test_blocks_of_very_unequal_size_share_one_window() -> None:
     case = Case("unequal", lambda: seeded(lambda: Stack(Mlp(size * WIDTH) for size in sizes)), CALLS)
     for window in (1, 2, 4):
         statistics = await stream_and_compare(case, {"window_blocks": window})
-        blocks = case.build().blocks
-        assert isinstance(blocks, nn.ModuleList)
+        blocks = blocks_of(case.build())
         assert statistics.engine.window_bytes == window * largest_block_bytes(blocks)
 
 
@@ -75,10 +86,8 @@ async def test_a_model_without_a_block_list_says_how_to_declare_one() -> None:
 
 async def test_lists_that_only_hold_lists_are_no_blocks() -> None:
     """Nobody calls a list: its 'blocks' would be poison whenever their members are called."""
-    model = nn.Module()
-    model.levels = nn.ModuleList(nn.ModuleList(Mlp() for _ in range(2)) for _ in range(2))
     for plan in (None, OffloadPlan(stacks="levels")):
-        error = await refused(model, plan)
+        error = await refused(seeded(Levels), plan)
         assert isinstance(error, PlanError)
         assert error.candidates == ("levels",)
     case = Case("levels", lambda: seeded(Levels), CALLS, OffloadPlan(stacks=("levels.0", "levels.1")))
@@ -95,21 +104,21 @@ class Levels(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for level in self.levels:
             assert isinstance(level, nn.ModuleList)
-            for block in level:
-                x = block(x)
+            for inner in level:
+                x = inner(x)
         return x
 
 
 async def test_blocks_inside_blocks_are_refused() -> None:
     model = mlp_stack(2)
-    model.blocks[1].parts = nn.ModuleList([Mlp()])  # type: ignore[index, union-attr]
+    block(model, 1).parts = nn.ModuleList([Mlp()])
     error = await refused(model, OffloadPlan(stacks=("blocks", "blocks.1.parts")))
     assert isinstance(error, PlanError)
     assert "blocks.1.parts.0 lies inside the block blocks.1" in str(error)
 
 
 async def test_a_block_that_is_no_part_of_the_model_is_refused() -> None:
-    model = mlp_stack(2)
+    model: Any = mlp_stack(2)
     model.loose = [Mlp(), Mlp()]
     error = await refused(model, OffloadPlan(stacks="loose"))
     assert isinstance(error, PlanError)

@@ -61,18 +61,21 @@ class FakeEvent:
 
 @attrs.define(eq=False)
 class FakeRuntime:
-    """The calls of the CUDA runtime that we make ourselves, and what they are to return."""
+    """The calls of the CUDA runtime that we make ourselves, what they are to return, and the error it keeps."""
 
     register_code: int = 0
     unregister_code: int = 0
+    pending: int | None = None
     calls: list[tuple[str, int, int]] = attrs.field(factory=list)
 
     def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
         self.calls.append(("register", address, nbytes))
+        self.pending = self.register_code or None
         return self.register_code
 
     def cudaHostUnregister(self, address: int) -> int:
         self.calls.append(("unregister", address, 0))
+        self.pending = self.unregister_code or None
         return self.unregister_code
 
 
@@ -96,8 +99,11 @@ class FakeCuda:
         yield
         self.active.pop()
 
-    def empty(self, nbytes: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        assert device == torch.device("cuda", 3)
+    def empty(self, nbytes: int, *, device: torch.device | str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        assert device in (torch.device("cuda", 3), "cuda")
+        if self.runtime.pending is not None:  # simpler than in truth, where the launch after it raises
+            pending, self.runtime.pending = self.runtime.pending, None
+            raise RuntimeError(f"CUDA error: {pending}")
         if nbytes > self.free_bytes:
             raise torch.cuda.OutOfMemoryError("CUDA out of memory")
         self.free_bytes -= nbytes
@@ -159,6 +165,15 @@ def test_a_refused_registration_is_a_typed_error_with_the_numbers(cuda: FakeCuda
     with pytest.raises(DeviceStreamError, match="cudaHostRegister of 8,192 bytes returned 801"):
         CudaPageLock(torch.zeros(8192, dtype=torch.uint8))
     assert [call for call, *_ in cuda.runtime.calls] == ["register"]
+
+
+def test_a_refused_registration_is_not_told_again_to_the_next_who_computes_in_the_thread(cuda: FakeCuda) -> None:
+    cuda.runtime.register_code = 712
+    device = CudaDevice()
+    with pytest.raises(DeviceStreamError, match="returned 712"):
+        device.lock_pages(torch.zeros(8192, dtype=torch.uint8))
+    assert cuda.runtime.pending is None
+    device.allocate(100)
 
 
 def test_a_refused_unregistration_keeps_the_lock_so_that_it_can_be_tried_again(cuda: FakeCuda) -> None:

@@ -25,6 +25,7 @@ from streamflow.stages.testing.walker import LeftBehindError, WrongBytesError, o
 from streamflow.stages.threads import ThreadCrew
 from streamflow.stages.transfers.base import Transfer
 from streamflow.stages.transfers.direct import DirectTransfer
+from streamflow.stages.walks import ImmediateWalks
 
 # The binder
 
@@ -146,7 +147,8 @@ async def test_one_place_that_fails_stops_the_others() -> None:
 
     with anyio.fail_after(30):
         options = EngineOptions(3, num_places=2)
-        async with open_walker(CpuDevice(), blocks, options, open_direct(blocks)) as walker:
+        together = ImmediateWalks(min_passes=2)
+        async with open_walker(CpuDevice(), blocks, options, open_direct(blocks), walk_source=together) as walker:
             walker.inside = inside
             with pytest.raises(ZeroDivisionError):
                 await walker.run([[0, 1, 2]], [[0]])

@@ -33,7 +33,7 @@ ABOUT_MUSIC = ("She plays the violin in an orchestra.", "The musician performs w
 TOPICS = (ABOUT_CATS, ABOUT_MONEY, ABOUT_MUSIC)
 
 Attention = str
-each_attention = pytest.mark.parametrize("attention", ["sdpa", "eager"])
+each_attention = pytest.mark.parametrize(("attention", "anyio_backend"), [("sdpa", "asyncio"), ("eager", "trio")])
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +83,7 @@ async def test_the_loaded_encoder_gives_the_resident_embeddings(
     case = Case("bert", lambda: aligned_reference(load(directory, attention)), calls)
     statistics = await stream_and_compare(case)
     assert (statistics.choice.source, statistics.num_blocks) == ("module", NUM_LAYERS)
-    check_documented(table_row("BERT (MiniLM-L6)", "float32", "open_offload", statistics))
+    check_documented(table_row("BERT", "float32", "open_offload", statistics))
 
 
 @each_attention
@@ -97,7 +97,7 @@ async def test_the_packages_own_file_streams_to_the_resident_embeddings(
     )
     assert statistics.choice.source == "checkpoint", statistics.choice.source_reason
     assert (statistics.choice.transfer, statistics.num_blocks) == ("direct", NUM_LAYERS)
-    check_documented(table_row("BERT (MiniLM-L6)", "float32", "open_streamed", statistics))
+    check_documented(table_row("BERT", "float32", "open_streamed", statistics))
 
 
 async def test_sentences_of_one_topic_are_nearer_to_each_other_than_to_any_other(

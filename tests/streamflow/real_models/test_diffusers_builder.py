@@ -23,6 +23,7 @@ from tests.streamflow.kit import sha256_of
 from tests.streamflow.real_models.models import FLUX_MODEL, MODELS, WAN_MODEL, DiffusersModel, Variant
 
 Saved = Callable[[Variant], Path]
+ALL_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def kinds_of(model: nn.Module) -> dict[str, tuple[Any, ...]]:
@@ -32,10 +33,13 @@ def kinds_of(model: nn.Module) -> dict[str, tuple[Any, ...]]:
 
 
 @pytest.mark.parametrize("model", MODELS, ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64, None], ids=str)
-@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("stored", "dtype"),
+    [(torch.float32, torch.bfloat16), *((torch.bfloat16, dtype) for dtype in (None, *ALL_DTYPES))],
+    ids=str,
+)
 def test_every_tensor_has_the_dtype_that_from_pretrained_gives_it(
-    model: DiffusersModel, dtype: torch.dtype | None, stored: torch.dtype, saved: Saved
+    model: DiffusersModel, stored: torch.dtype, dtype: torch.dtype | None, saved: Saved
 ) -> None:
     directory = saved(Variant(model, stored, sharded=False))
     loaded = model.model_class.from_pretrained(directory, torch_dtype=dtype)
@@ -117,7 +121,7 @@ def test_a_model_that_computes_in_the_default_dtype_is_refused_and_told_what(
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.complex64, torch.float8_e4m3fn, "bfloat16"], ids=str)
 def test_a_dtype_that_weights_cannot_be_converted_to_is_refused(dtype: Any, saved: Saved) -> None:
-    with pytest.raises(ConfigurationError, match=r"torch_dtype must be one of .*torch\.bfloat16"):
+    with pytest.raises(ConfigurationError, match=r"dtype must be one of .*torch\.bfloat16"):
         diffusers_builder(saved(Variant(FLUX_MODEL, torch.float32, sharded=False)), dtype)
 
 

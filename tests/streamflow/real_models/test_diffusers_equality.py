@@ -23,6 +23,10 @@ pytestmark = pytest.mark.anyio
 
 Saved = Callable[[Variant], Path]
 each_variant = pytest.mark.parametrize("variant", VARIANTS, ids=str)
+#: Each dtype of each model under both loops: one file under asyncio, shards under trio.
+on_a_loop = pytest.mark.parametrize(
+    ("variant", "anyio_backend"), [(variant, "trio" if variant.sharded else "asyncio") for variant in VARIANTS], ids=str
+)
 BFLOAT16_SHARDS = [variant for variant in VARIANTS if variant.sharded and variant.dtype == torch.bfloat16]
 
 
@@ -34,7 +38,7 @@ def case_of(variant: Variant, directory: Path) -> Case:
     return Case(str(variant), lambda: aligned_reference(variant.model.load(directory, variant.dtype)), variant.calls)
 
 
-@each_variant
+@on_a_loop
 async def test_a_loaded_model_streams_exactly(variant: Variant, saved: Saved) -> None:
     statistics = await stream_and_compare(case_of(variant, saved(variant)))
     assert statistics.choice.source == "module"
@@ -43,7 +47,7 @@ async def test_a_loaded_model_streams_exactly(variant: Variant, saved: Saved) ->
     check_documented(table_row(variant.model.name, variant.dtype_name, "open_offload", statistics))
 
 
-@each_variant
+@on_a_loop
 async def test_a_model_streams_exactly_from_its_directory(variant: Variant, saved: Saved) -> None:
     directory = saved(variant)
     resident = variant.model.load(directory, variant.dtype)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Awaitable, Callable, Coroutine, Generator
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterable
 from typing import Any, Generic, TypeVar
 
 import anyio
@@ -114,7 +114,7 @@ class Subject:
         with anyio.fail_after(PATIENCE_S):
             assert await offload.run(self.forward) == self.expected
             assert self.script.entered == list(range(self.num_blocks))
-            await check_accounts(offload)
+            await check_accounts(offload, self.model.blocks)  # type: ignore[arg-type]
 
 
 def make_subject(num_blocks: int = 5, **script: Callable[[int], object]) -> Subject:
@@ -129,27 +129,32 @@ def make_subject(num_blocks: int = 5, **script: Callable[[int], object]) -> Subj
     return Subject(model, shared, inputs, expected, ModelState.of(model), streamflow_threads())
 
 
-async def check_accounts(offload: Offload) -> None:
-    """Fail unless nobody runs or waits, no pass holds a claim, and each slot is bound to the one block that it holds.
+async def check_accounts(offload: Offload, blocks: Iterable[nn.Module]) -> None:
+    """Fail unless nobody runs or waits, no pass holds a claim, and a block is bound to the slot that holds it, if any.
 
     For the offload's own loop; what passes rang is heard first.
     """
     statistics = offload.statistics()
     assert (statistics.num_running, statistics.num_waiting) == (0, 0)
     engine = offload._engine
-    planner = engine._planner
-    while planner._walking or planner._waiting or engine._doorbell._messages:
+    planner, window = engine._planner, list(engine._window)
+    while planner._walking or planner._waiting or engine._doorbell._messages or not all(map(_is_settled, planner._slots)):
         await anyio.lowlevel.checkpoint()
-    assert not any(planner.claims_on(slot.index) for slot in engine._window)
-    held = {slot.block: slot for slot in engine._window if slot.block is not None}
-    assert len(held) == sum(slot.block is not None for slot in engine._window), "one block is in two slots"
-    for index, block in enumerate(offload._component._blocks):
-        slot = held.get(index)
-        if slot is None or not planner._slots[slot.index].ready:
-            continue
-        start = slot.buffer.data_ptr()
-        for shown in block._shown:
-            assert start <= shown.data_ptr() < start + slot.buffer.numel(), f"block {index} is not where its slot is"
+    assert not any(planner.claims_on(slot.index) for slot in window)
+    holders = {slot.block: slot.buffer for slot in window if slot.block is not None}
+    assert len(holders) == sum(slot.block is not None for slot in window), "a block is in two slots"
+    holders |= {block: resident.buffer for block, resident in engine._residents.items()}
+    for index, block in enumerate(blocks):
+        buffer = holders.get(index)
+        for tensor in block.parameters():
+            if buffer is None:
+                assert tensor.untyped_storage().nbytes() < tensor.numel() * tensor.element_size(), "that is no poison"
+            else:
+                assert 0 <= tensor.data_ptr() - buffer.data_ptr() < buffer.numel(), f"block {index} is bound elsewhere"
+
+
+def _is_settled(slot: Any) -> bool:
+    return slot.block is None or slot.ready
 
 
 class Steps(Generic[Result]):
