@@ -14,7 +14,7 @@ from torch import nn
 
 from streamflow.errors import ConfigurationError, DiffusersUnavailableError, UnsupportedModelError
 from streamflow.weights.default_dtype import DefaultDtypeWatch
-from streamflow.weights.errors import CheckpointFormatError, CheckpointNotFoundError
+from streamflow.weights.errors import CheckpointFormatError, CheckpointNotFoundError, CheckpointOpenError
 
 _CONFIG = "config.json"
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -35,6 +35,7 @@ def diffusers_builder(directory: str | os.PathLike[str], dtype: torch.dtype | No
 
     :raises DiffusersUnavailableError: if diffusers is not installed.
     :raises CheckpointNotFoundError: if there is no ``config.json`` in ``directory``.
+    :raises CheckpointOpenError: if it cannot be read.
     :raises CheckpointFormatError: if it is not the configuration of a diffusers model.
     :raises UnsupportedModelError: if it asks for quantization; from ``build``: if the model keeps, outside of its
         checkpoint, what it computes in torch's default dtype, and that is not ``dtype``.
@@ -57,6 +58,8 @@ def _read_config(path: Path) -> dict[str, Any]:
         config = json.loads(path.read_bytes())
     except FileNotFoundError:
         raise CheckpointNotFoundError(str(path), _what_is_missing(path.parent)) from None
+    except OSError as failure:
+        raise CheckpointOpenError(str(path), f"it cannot be read ({failure.strerror})") from failure
     except ValueError as failure:
         raise CheckpointFormatError(str(path), f"it is not JSON ({failure})") from failure
     if not isinstance(config, dict):

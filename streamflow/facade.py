@@ -41,6 +41,9 @@ class _LoopThread:
         self._offload: Offload | None = None
         self._failure: BaseException | None = None
         self._opened = ThreadEvent()
+        self._unclaimed: list[None] = [None]
+        self._waiters: list[ThreadEvent] = []
+        self._ended = False
         self._stopped = False
         self._cancel: Callable[[], object] | None = None
         # a context of its own: in the caller's, a loop may run
@@ -84,11 +87,13 @@ class _LoopThread:
 
         Interrupts that come meanwhile are raised in the end: only another closing could do what is left of this one.
         """
-        self.stop()
         interruption: KeyboardInterrupt | None = None
-        while self._thread.is_alive():
+        is_closed = False
+        while not is_closed:
             try:
-                self._thread.join()
+                self.stop()
+                self._wait_until_ended()
+                is_closed = True
             except KeyboardInterrupt as interrupt:
                 interruption = interrupt
         atexit.unregister(self._close_at_exit)
@@ -97,18 +102,39 @@ class _LoopThread:
         if self._failure is not None and self._offload is not None:
             raise self._failure
 
+    def _wait_until_ended(self) -> None:
+        # Not by the thread's own `join` alone: in Python 3.11 a join that is interrupted takes the thread for dead.
+        ended = ThreadEvent()
+        self._waiters.append(ended)
+        if not self._ended and not self._claim():
+            ended.wait_blocking()
+        if self._thread.ident is not None:
+            self._thread.join()
+
     def _close_at_exit(self) -> None:
         # Not for ever: what still runs in it may be a daemon that hangs.
         self.stop()
         self._thread.join(EXIT_WAIT_S)
 
+    def _claim(self) -> bool:
+        """Whether the loop is the caller's: the thread's, to run it, or a closer's, before the thread has begun."""
+        try:
+            self._unclaimed.pop()
+        except IndexError:
+            return False
+        return True
+
     def _run(self) -> None:
+        if not self._claim():
+            return
         try:
             anyio.run(self._main, backend="trio")
         except BaseException as failure:
             self._failure = failure
         finally:
-            self._opened.set()
+            self._ended = True
+            for event in (self._opened, *self._waiters):
+                event.set()
 
     async def _main(self) -> None:
         with anyio.CancelScope() as scope:

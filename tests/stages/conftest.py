@@ -21,7 +21,7 @@ def _make(kind: str) -> Device:
     return CudaDevice() if name == "cuda" else CpuDevice()
 
 
-@pytest.fixture(params=["cpu", "sim-0", "sim-1", "sim-2", "sim-3", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.fixture(params=["cpu", "sim-0", "sim-1", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest) -> Device:
     """A fresh device, not opened: one of each backend, the sim device in several orders."""
     return _make(request.param)

@@ -17,7 +17,7 @@ from torch import nn
 import streamflow
 from streamflow.diffusers_models import diffusers_builder
 from streamflow.errors import ConfigurationError, DiffusersUnavailableError, UnsupportedModelError
-from streamflow.weights.errors import CheckpointFormatError, CheckpointNotFoundError
+from streamflow.weights.errors import CheckpointFormatError, CheckpointNotFoundError, CheckpointOpenError
 from streamflow.weights.skeleton import build_skeleton
 from tests.streamflow.kit import sha256_of
 from tests.streamflow.real_models.models import FLUX_MODEL, MODELS, WAN_MODEL, DiffusersModel, Variant
@@ -132,6 +132,15 @@ def test_a_directory_without_a_configuration_is_refused(tmp_path: Path) -> None:
     (tmp_path / "model_index.json").write_text("{}")
     with pytest.raises(CheckpointNotFoundError, match="for example its transformer"):
         diffusers_builder(tmp_path)
+
+
+def test_a_configuration_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").mkdir()
+    with pytest.raises(CheckpointOpenError, match="it cannot be read"):
+        diffusers_builder(tmp_path)
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointOpenError, match="it cannot be read"):
+        diffusers_builder(tmp_path / "file")
 
 
 @pytest.mark.parametrize(

@@ -36,6 +36,7 @@ def check_next(subject: Subject) -> None:
 def in_each_block(subject: Subject, device: HeldCpuDevice) -> None:
     with streamflow.offload(subject.model, device=device):
         for stop in range(subject.num_blocks):
+            subject.script.reset()
             subject.script.inside = lambda index, stop=stop: interrupt_from_elsewhere() if index == stop else None
             with interrupted():
                 subject.forward()
@@ -46,6 +47,7 @@ def in_each_block(subject: Subject, device: HeldCpuDevice) -> None:
 def between_blocks(subject: Subject, device: HeldCpuDevice) -> None:
     with streamflow.offload(subject.model, device=device):
         for stop in range(subject.num_blocks + 1):
+            subject.script.reset()
             subject.script.between = lambda index, stop=stop: interrupt_from_elsewhere() if index == stop else None
             with interrupted():
                 subject.forward()
