@@ -21,6 +21,7 @@ import torch
 
 from streamflow.stages.binder import Binder
 from streamflow.stages.devices.base import Device, Event, Stream
+from streamflow.stages.errors import DeviceStreamError, EngineBrokenError
 from streamflow.stages.events import (
     BlockLeft,
     BlockReady,
@@ -129,6 +130,17 @@ class Engine:
         self._current[place.index] = begun  # before anybody hears of it, so that it is ended whatever happens now
         begun.begin()
         return begun
+
+    def settle(self, place: Place) -> None:
+        """Wait, in the place's thread, until the device has done all that the place issued.
+
+        :raises EngineBrokenError: if some of it failed; that breaks the engine.
+        """
+        try:
+            place.settle()
+        except DeviceStreamError as failure:
+            self._ring(DeviceFailed(failure.cause))
+            raise EngineBrokenError(failure.cause) from failure.cause
 
     def end_request(self, place: Place) -> None:
         """Leave the place clean for the next request: no pass open, nobody told to stop. In the place's own thread."""

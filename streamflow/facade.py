@@ -32,8 +32,8 @@ class _LoopThread:
     """An event loop in a thread, and an offload that is open on it from `open` to `close`.
 
     The thread has no task that owns it, for want of a loop: whoever made this has to `close` it. A process that ends
-    without having done so closes it then; the thread is a daemon, and its loop trio's, whose threads are daemons, too, so
-    that the process gets there.
+    without having done so closes it then; the thread is a daemon, and its loop trio's, whose threads are daemons, too,
+    so that the process gets there.
     """
 
     def __init__(self, opening: AbstractAsyncContextManager[Offload]) -> None:

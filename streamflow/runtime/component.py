@@ -47,12 +47,20 @@ class StreamedComponent:
 
     @contextmanager
     def request_in(self, place: Place, caller: Stream) -> Iterator[None]:
-        """The calling thread works for a request in ``place``, on its stream, after what ``caller`` had queued."""
+        """The calling thread works for a request in ``place``, on its stream, after what ``caller`` had queued.
+
+        On leaving, the device has done all of it.
+
+        :raises EngineBrokenError: if some of it failed there.
+        """
         self._state.place = place
         try:
             self._follow(caller, place)
             with place.stream.activate():
-                yield
+                try:
+                    yield
+                finally:
+                    self._engine.settle(place)
         finally:
             self._state.place = None
 

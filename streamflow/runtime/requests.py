@@ -59,10 +59,7 @@ class Request(Generic[Result]):
 
     def _run_in(self, place: Place) -> Result:
         with self._entered(place):
-            try:
-                return self._work()
-            finally:
-                place.settle()
+            return self._work()
 
     def refuse(self) -> None:
         self._result.set_exception(EngineClosedError())

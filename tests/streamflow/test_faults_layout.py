@@ -86,7 +86,7 @@ async def test_buffers_are_not_forgotten_when_parameters_are_restored() -> None:
                 if failure is not None:
                     raise failure
         except KeyError as caught:
-            assert caught is failure  # noqa: PT017 - unwrapped, and the very same
+            assert caught is failure
         before.assert_unchanged(model)
 
 

@@ -150,7 +150,7 @@ def in_the_request_of_another_task(subject: Subject, device: CpuDevice, run: Run
     async def main() -> None:
         act = interrupter()
         subject.script.inside = lambda index: until_told_to_stop(act) if index == 1 else None
-        async with streamflow.open_offload(subject.model, device=device) as offload:
+        async with streamflow.open_offload(subject.model, device=device) as offload:  # noqa: SIM117
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(offload.run, subject.forward)
 

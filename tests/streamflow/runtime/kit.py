@@ -138,7 +138,9 @@ async def check_accounts(offload: Offload, blocks: Iterable[nn.Module]) -> None:
     assert (statistics.num_running, statistics.num_waiting) == (0, 0)
     engine = offload._engine
     planner, window = engine._planner, list(engine._window)
-    while planner._walking or planner._waiting or engine._doorbell._messages or not all(map(_is_settled, planner._slots)):
+    while (
+        planner._walking or planner._waiting or engine._doorbell._messages or not all(map(_is_settled, planner._slots))
+    ):
         await anyio.lowlevel.checkpoint()
     assert not any(planner.claims_on(slot.index) for slot in window)
     holders = {slot.block: slot.buffer for slot in window if slot.block is not None}

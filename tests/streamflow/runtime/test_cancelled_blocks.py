@@ -197,7 +197,9 @@ async def test_the_forward_ends_at_the_boundary_and_the_next_is_exact(
 ) -> None:
     subject = make_subject(NUM_BLOCKS)
     device = CpuDevice()
-    async with streamflow.open_offload(subject.model, {"poison_freed_slots": True, **options}, device=device) as offload:
+    async with streamflow.open_offload(
+        subject.model, {"poison_freed_slots": True, **options}, device=device
+    ) as offload:
         for boundary in BOUNDARIES:
             await cancel_at(boundary, offload, subject, way, stops)
             await subject.check_next(offload)

@@ -1,4 +1,4 @@
-"""A cancellation at every checkpoint of opening, running and closing leaves nothing behind, or an exact next request."""
+"""A cancellation at any checkpoint of opening, running and closing leaves nothing behind, or an exact next request."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from streamflow import Offload
 from streamflow.stages.devices.cpu import CpuDevice
 from tests.streamflow.devices import FarCpuDevice
 from tests.streamflow.kit import ModelState, save_checkpoint, sha256_of, streamflow_threads
-from tests.streamflow.runtime.kit import PATIENCE_S, Script, Scripted, Steps, as_task, make_subject
 from tests.streamflow.models import seeded, some_inputs
+from tests.streamflow.runtime.kit import PATIENCE_S, Script, Scripted, Steps, as_task, make_subject
 
 pytestmark = pytest.mark.anyio
 
