@@ -100,14 +100,16 @@ class LoopEvent:
     def __init__(self) -> None:
         self._wake_loop = loop_waker()
         self._event = anyio.Event()
+        self._is_set = False
 
     def set(self) -> None:
         """Wake the waiters, once and for all. From any thread; nothing happens when the loop is gone."""
+        self._is_set = True  # here, not on the loop: there an interrupt may come between, and the waking be lost
         self._wake_loop(self._event.set)
 
     def is_set(self) -> bool:
-        """Whether the loop has been woken."""
-        return self._event.is_set()
+        """Whether it has been set; the waiters may still have to hear of it."""
+        return self._is_set
 
     async def wait(self) -> None:
         """Return once the event is set. Cancelling it changes nothing."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import queue
 import threading
 from collections.abc import AsyncIterator, Callable
@@ -213,8 +214,15 @@ async def open_tasks() -> AsyncIterator[anyio.abc.TaskGroup]:
     except BaseExceptionGroup as group:
         if failure is None or isinstance(failure, anyio.get_cancelled_exc_class()):  # because of the task
             failure = _first_of(group)
+            if isinstance(failure, KeyboardInterrupt) and _loop_is_asyncios():
+                # it has ended the loop when it came, which ends now by cancelling us and must not be broken off
+                failure = asyncio.CancelledError()
     if failure is not None:
         raise failure
+
+
+def _loop_is_asyncios() -> bool:
+    return anyio.get_cancelled_exc_class() is asyncio.CancelledError
 
 
 def _first_of(group: BaseExceptionGroup[BaseException]) -> BaseException:

@@ -6,6 +6,7 @@ import importlib.metadata
 import re
 import subprocess
 import sys
+import sysconfig
 import tomllib
 from itertools import chain
 from pathlib import Path
@@ -18,6 +19,8 @@ from packaging.version import Version
 import streamflow
 from streamflow._version import __version__
 
+#: Where the environment's own packages are: other folders come on the path when libraries that vendor some are used.
+SITE = [sysconfig.get_path("purelib")]
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 PINS = {
@@ -56,7 +59,7 @@ def test_torch_has_no_upper_bound() -> None:
 
 def test_what_is_tested_is_what_is_pinned() -> None:
     """Every pinned distribution is installed in the pinned version, if at all, and every declared one is there."""
-    installed = {canonicalize_name(d.name): Version(d.version) for d in importlib.metadata.distributions()}
+    installed = {canonicalize_name(d.name): Version(d.version) for d in importlib.metadata.distributions(path=SITE)}
     assert {canonicalize_name(requirement.name) for requirement in DECLARED} <= installed.keys()
     differ = {
         name: f"pinned {PINS[name]}, installed {version}"

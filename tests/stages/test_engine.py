@@ -338,12 +338,13 @@ async def test_device_calls_on_the_loop_that_take_too_long_are_reported(monkeypa
         assert bench.engine.statistics().num_slow_device_calls >= len(slow)
 
 
-async def test_a_slot_that_keeps_its_block_does_not_gather_events_for_ever() -> None:
+async def test_many_passes_leave_no_more_behind_than_a_few() -> None:
     async with open_bench(4) as bench:
         for _ in range(5 * MAX_BUSY_EVENTS):
             await bench.run(0)
         await wait_until(lambda: bench.engine.statistics().num_passes == 5 * MAX_BUSY_EVENTS)
         assert all(len(slot.busy_until) <= MAX_BUSY_EVENTS + 1 for slot in bench.engine._window)
+        await wait_until(lambda: not bench.engine._mailboxes)
 
 
 # What observers are told
@@ -438,19 +439,31 @@ async def test_the_first_failure_stays() -> None:
         assert str(bench.engine.failure) == "the first"
 
 
-async def test_a_copy_that_fails_on_the_device_breaks_the_engine_at_once() -> None:
-    class FailingDevice(CpuDevice):
-        def open_copy_stream(self, name: str) -> Stream:
-            stream = super().open_copy_stream(name)
-            stream.submit(partial(raise_error, OSError("the link is down")))
-            return stream
+class FailingDevice(CpuDevice):
+    """Its first copy fails, and so does every later one."""
 
+    def open_copy_stream(self, name: str) -> Stream:
+        stream = super().open_copy_stream(name)
+        stream.submit(partial(raise_error, OSError("the link is down")))
+        return stream
+
+
+async def test_a_copy_that_fails_on_the_device_breaks_the_engine_for_every_pass() -> None:
     async with open_bench(device=FailingDevice()) as bench:
         with pytest.raises(EngineBrokenError, match="the link is down"):
             await bench.run(0)
         assert isinstance(bench.engine.failure, OSError)
         with pytest.raises(EngineBrokenError, match="the link is down"):
             await bench.run(1)
+
+
+async def test_whoever_meets_a_failed_copy_finds_the_engine_broken_before_the_loop_hears_of_it() -> None:
+    async with open_bench(device=FailingDevice()) as bench:
+        running = await bench.in_place(partial(bench.engine.begin_pass, bench.engine.places[0]))
+        await wait_until(lambda: bench.engine.statistics().num_walks == 1)
+        with pytest.raises(EngineBrokenError):
+            running.enter(0)  # here, so that the loop has no turn
+        assert isinstance(bench.engine.failure, OSError)
 
 
 def raise_error(error: BaseException) -> None:
@@ -506,7 +519,8 @@ async def test_a_stop_inside_a_block_ends_the_pass_before_the_next() -> None:
         if block == 1:
             bench.engine.places[0].mailbox.stop()
 
-    async with open_bench() as bench:
+    async with open_bench(4) as bench:
+        await bench.settled(4)  # block 2 could run at once
         with pytest.raises(StopForward):
             await bench.run(*ALL, inside=stop_in_1)
         assert ran == [0, 1]

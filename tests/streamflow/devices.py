@@ -8,8 +8,8 @@ from contextlib import contextmanager
 
 import torch
 
-from streamflow.stages.devices.base import Stream
-from streamflow.stages.devices.cpu import CpuCopyStream, CpuDevice
+from streamflow.stages.devices.base import Event, Stream
+from streamflow.stages.devices.cpu import CpuCopyStream, CpuDevice, CpuEvent
 from streamflow.stages.threads import ThreadCrew, WorkerThread
 
 
@@ -24,23 +24,34 @@ class FarCpuDevice(CpuDevice):
 
 
 class _GatedStream(CpuCopyStream):
-    def __init__(self, name: str, thread: WorkerThread, permits: threading.Semaphore) -> None:
+    def __init__(self, name: str, thread: WorkerThread, device: GatedCpuDevice) -> None:
         super().__init__(name, thread, None)
-        self._permits = permits
+        self._device = device
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        self.submit(self._wait_for_permit)
+        self._device.note_pending(+1)
+        self.submit(self._device.wait_for_permit)
         super().copy(target, source)
+        self.submit(lambda: self._device.note_pending(-1))
 
-    def _wait_for_permit(self) -> None:
-        self._permits.acquire()
+    def record(self, reuse: Event | None = None) -> CpuEvent:
+        self._device.on_record()
+        return super().record(reuse)
 
 
 class GatedCpuDevice(FarCpuDevice):
-    """Copies (one for each block) happen one by one, as a test allows them. Closing waits for those under way."""
+    """Copies (one for each block) happen one by one, as a test allows them. Closing waits for those under way.
+
+    ``num_pending`` copies were asked for and have not happened; ``pending_at_free`` says how many whenever a buffer was
+    freed. ``on_record`` is called before a copy stream records an event.
+    """
 
     def __init__(self) -> None:
         super().__init__()
+        self.num_pending = 0
+        self.pending_at_free: list[int] = []
+        self.on_record: Callable[[], None] = lambda: None
+        self._lock = threading.Lock()
         self._permits = threading.Semaphore(0)
         self._gated_crew: ThreadCrew | None = None
 
@@ -50,7 +61,21 @@ class GatedCpuDevice(FarCpuDevice):
 
     def open_copy_stream(self, name: str) -> Stream:
         assert self._gated_crew is not None
-        return _GatedStream(name, self._gated_crew.start(f"streamflow {name} stream"), self._permits)
+        return _GatedStream(name, self._gated_crew.start(f"streamflow {name} stream"), self)
+
+    def free(self, buffer: torch.Tensor) -> None:
+        self.pending_at_free.append(self.num_pending)
+        self.allow_all()  # nothing may be pending; if something is, let the test end and see it
+        super().free(buffer)
+
+    def wait_for_permit(self) -> None:
+        """Block until a test allows one more copy."""
+        self._permits.acquire()
+
+    def note_pending(self, change: int) -> None:
+        """So many more copies are pending. Any thread."""
+        with self._lock:
+            self.num_pending += change
 
     def allow(self, num_copies: int) -> None:
         """Let so many copies happen."""

@@ -283,6 +283,28 @@ def test_without_a_loop_the_model_is_called_directly() -> None:
     assert [sha256_of(output) for output in run_calls(model, CALLS)] == expected
 
 
+async def test_a_thread_limiter_full_of_others_does_not_keep_a_request_waiting() -> None:
+    """Neither to open, nor to run, nor to close: on the host's limiter, threads could wait for each other for ever."""
+    model = mlp_stack(NUM_BLOCKS)
+    expected = resident_digests(model, CALLS)
+    limiter = anyio.to_thread.current_default_thread_limiter()
+    release, tokens = threading.Event(), limiter.total_tokens
+    limiter.total_tokens = 1
+    try:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(anyio.to_thread.run_sync, lambda: release.wait(60))
+            with anyio.fail_after(20):
+                while limiter.borrowed_tokens < 1:
+                    await anyio.lowlevel.checkpoint()
+                options = {"transfer": "staged", "packing_threads": 2}
+                async with streamflow.open_offload(model, options) as offload:
+                    await compare(offload, model, CALLS, expected)
+            release.set()
+    finally:
+        release.set()
+        limiter.total_tokens = tokens
+
+
 def test_two_threads_that_call_one_model_are_served_and_never_mixed() -> None:
     model = mlp_stack(NUM_BLOCKS)
     expected = resident_digests(model, CALLS)

@@ -192,8 +192,9 @@ async def test_attributes_of_parameters_and_their_identity_survive() -> None:
         assert block(model, 1).up.weight is weight
         with torch.no_grad():
             await offload.run(model, *CALLS[0])
-        assert (weight.shape, weight.stride(), weight.dtype) == ((WIDTH, WIDTH), (WIDTH, 1), torch.float32)
+        assert (weight.shape, weight.dtype) == ((WIDTH, WIDTH), torch.float32)
     assert block(model, 1).up.weight is weight
+    assert weight.stride() == (WIDTH, 1)
     assert weight.weight_loader is loader
 
 

@@ -82,13 +82,16 @@ async def test_a_block_prefetched_but_not_run_leaves_the_window_sound() -> None:
 
 
 async def test_closing_waits_for_the_copy_of_a_block_that_never_ran() -> None:
+    """The copy is let go only once closing asks the stream for its end; no buffer may be freed under it before."""
     model, device = scheduled(), GatedCpuDevice()
     before = ModelState.of(model)
     async with streamflow.open_offload(model, {"window_blocks": 2}, device=device) as offload:
-        with device.gated():
-            device.allow(1)
-            await offload.run(run_calls, model, [(X, (0,))])
-    assert device.memory().in_use == 0
+        device.allow(1)
+        await offload.run(run_calls, model, [(X, (0,))])
+        num_pending, device.on_record = device.num_pending, device.allow_all
+    assert num_pending > 0
+    assert len(device.pending_at_free) >= 2
+    assert set(device.pending_at_free) == {0}
     before.assert_unchanged(model, in_place=False)
 
 

@@ -49,7 +49,7 @@ TORCH_SETTINGS: dict[str, Callable[[], Any]] = {
         torch.backends.cudnn.deterministic,
         torch.backends.cudnn.allow_tf32,
     ),
-    "mkldnn": lambda: torch.backends.mkldnn.enabled,
+    "mkldnn": lambda: torch.backends.mkldnn.is_available(),
     "attention": lambda: (
         torch.backends.cuda.flash_sdp_enabled(),
         torch.backends.cuda.mem_efficient_sdp_enabled(),
@@ -87,7 +87,7 @@ PROCESS_SETTINGS: dict[str, Callable[[], Any]] = {
     "umask and locale": lambda: locale.setlocale(locale.LC_ALL),
     "cores": lambda: os.sched_getaffinity(0),
     "random": random.getstate,
-    "event loop policy": lambda: asyncio.events._event_loop_policy,  # type: ignore[attr-defined]
+    "event loop policy": lambda: getattr(asyncio.events, "_event_loop_policy", None),
     "thread stack size": threading.stack_size,
 }
 

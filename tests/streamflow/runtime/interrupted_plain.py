@@ -138,7 +138,7 @@ def while_closing(subject: Subject, device: HeldCpuDevice) -> None:
 
     def interrupt_twice() -> None:
         interrupt()
-        when_main_is_in(threading.Thread.join, interrupt).join()
+        when_main_is_in(_LoopThread._wait_until_ended, interrupt).join()
         device.let_go()
 
     with interrupted(), streamflow.offload(subject.model, ONE_SLOT, device=device) as offload:
