@@ -73,6 +73,18 @@ class GradientError(StreamflowError, RuntimeError):
         )
 
 
+class BlocksBypassedError(StreamflowError, RuntimeError):
+    """A forward computed with the weights of streamed blocks without calling the blocks: they were not there."""
+
+    def __init__(self, component: str, num_blocks: int) -> None:
+        self.component, self.num_blocks = component, num_blocks
+        super().__init__(
+            f"a forward of {component} gave NaN and called none of its {num_blocks} streamed blocks; it seems to call "
+            "parts of them, whose weights are only there while their block is called: name what it does call in "
+            "OffloadPlan(stacks=...)"
+        )
+
+
 class LoopThreadError(StreamflowError, RuntimeError):
     """A forward was called on the event loop's own thread, which has to stay free to move the blocks."""
 

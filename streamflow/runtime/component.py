@@ -12,7 +12,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from streamflow.binding.blocks import BoundBlock
-from streamflow.errors import GradientError, LoopThreadError
+from streamflow.errors import BlocksBypassedError, GradientError, LoopThreadError
 from streamflow.runtime.admission import Admission
 from streamflow.runtime.loans import Loan
 from streamflow.stages.devices.base import Device, Stream
@@ -28,6 +28,7 @@ class _ThreadState(threading.local):
     place: Place | None = None
     current: Pass | None = None
     block: int | None = None
+    has_entered: bool = False
 
 
 class StreamedComponent:
@@ -76,7 +77,14 @@ class StreamedComponent:
         """A forward of the component: one pass."""
         if self._state.current is not None:
             return call(*args, **kwargs)
-        return self._run_pass(lambda: call(*args, **kwargs), whole=True)
+        return self._run_pass(lambda: self._whole_forward(call, args, kwargs), whole=True)
+
+    def _whole_forward(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._state.has_entered = False
+        result = call(*args, **kwargs)
+        if not self._state.has_entered and self._blocks and _has_nan(result):
+            raise BlocksBypassedError(self._name, len(self._blocks))
+        return result
 
     def run_block(self, index: int, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A forward of a block: within its component's pass, or as a pass of its own."""
@@ -139,7 +147,7 @@ class StreamedComponent:
         begun.enter(index)
         hooks_cpu_s = 0.0
         try:
-            self._state.block = index
+            self._state.block, self._state.has_entered = index, True
             hooks_cpu_s = time.thread_time() - started
             result = call(*args, **kwargs)
             started = time.thread_time()
@@ -155,3 +163,9 @@ class StreamedComponent:
         inputs: Iterable[Any] = pytree.tree_leaves((args, kwargs))
         if block.requires_grad() or any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in inputs):
             raise GradientError(f"{self._name}.{block.path}")
+
+
+def _has_nan(outputs: Any) -> bool:
+    """Whether a floating-point tensor among ``outputs`` has a NaN: what poison makes of all that it touches."""
+    tensors = (leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, torch.Tensor))
+    return any(t.is_floating_point() and t.element_size() > 1 and bool(t.isnan().any()) for t in tensors)

@@ -11,9 +11,9 @@ from torch import nn
 
 import streamflow
 from streamflow import OffloadPlan
-from streamflow.errors import PlanError, UnsupportedModelError
+from streamflow.errors import BlocksBypassedError, PlanError, UnsupportedModelError
 from tests.streamflow.devices import FarCpuDevice
-from tests.streamflow.kit import ModelState, largest_block_bytes, stream_and_compare
+from tests.streamflow.kit import ModelState, compare, largest_block_bytes, resident_digests, stream_and_compare
 from tests.streamflow.models import (
     CALLS,
     WIDTH,
@@ -107,6 +107,39 @@ class Levels(nn.Module):
             for inner in level:
                 x = inner(x)
         return x
+
+
+class CallsParts(nn.Module):
+    """Calls the parts of its blocks, never a block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Mlp() for _ in range(4))
+        self.whole = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for inner in self.blocks:
+            assert isinstance(inner, Mlp)
+            x = inner(x) if self.whole else x + inner.down(inner.up(x))
+        return x
+
+
+async def test_a_model_that_calls_parts_of_its_blocks_is_told_instead_of_computing_with_placeholders() -> None:
+    """The plan was accepted, and nothing would be streamed for a call that goes past the blocks."""
+    model = seeded(CallsParts)
+    async with streamflow.open_offload(model) as offload:
+        with torch.no_grad(), pytest.raises(BlocksBypassedError, match="none of its 4 streamed blocks") as caught:
+            await offload.run(model, *CALLS[0])
+        assert caught.value.component == "CallsParts"
+    model.whole = True  # type: ignore[assignment]
+    expected = resident_digests(model, CALLS)
+    async with streamflow.open_offload(model) as offload:
+        await compare(offload, model, CALLS, expected)
+
+
+async def test_a_forward_that_calls_no_block_and_needs_none_is_no_fault() -> None:
+    case = Case("skips all", lambda: seeded(Scheduled), tuple((*call, ()) for call in CALLS))
+    await stream_and_compare(case)
 
 
 async def test_blocks_inside_blocks_are_refused() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import threading
+import selectors
 from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any
@@ -23,8 +23,9 @@ from tests.streamflow.runtime.interrupts import (
     replaced,
     run_scenarios,
     until_told_to_stop,
+    when_main_is_in,
 )
-from tests.streamflow.runtime.kit import Subject, make_subject, wait_for
+from tests.streamflow.runtime.kit import Subject, make_subject
 
 #: ``asyncio.run`` or ``trio.run``, over a function.
 Run = Callable[[Callable[[], Coroutine[Any, Any, None]]], object]
@@ -46,6 +47,13 @@ def interrupter() -> Callable[[], None]:
     return act
 
 
+def trio_sleeps() -> Callable[..., object]:
+    """The function in which trio's loop sleeps."""
+    from trio._core import _io_epoll
+
+    return _io_epoll.EpollIOManager.get_events
+
+
 def in_each_block(subject: Subject, device: CpuDevice, run: Run) -> None:
     for stop in range(subject.num_blocks):
 
@@ -63,18 +71,14 @@ def in_each_block(subject: Subject, device: CpuDevice, run: Run) -> None:
 
 
 def twice(subject: Subject, device: CpuDevice, run: Run) -> None:
-    """The second comes while the request waits for its thread, which leaves its block when that one was handled."""
+    """The second comes while the request waits for its thread, and the loop sleeps."""
 
     async def main() -> None:
-        act, wake = interrupter(), loop_waker()
+        act = interrupter()
 
         def interrupt_twice() -> None:
             until_told_to_stop(act)
-            act()
-            for _ in range(5):  # iterations of the loop: it is delivered, thrown into the task, absorbed
-                passed = threading.Event()
-                wake(passed.set)
-                wait_for(passed)
+            when_main_is_in(selectors.EpollSelector.select if run is RUNS["asyncio"] else trio_sleeps(), act).join()
 
         subject.script.inside = lambda index: interrupt_twice() if index == 1 else None
         async with streamflow.open_offload(subject.model, device=device) as offload:

@@ -134,17 +134,16 @@ def while_opening(subject: Subject, device: HeldCpuDevice) -> None:
 
 
 def while_closing(subject: Subject, device: HeldCpuDevice) -> None:
-    """A copy is held back, so closing waits. It is interrupted twice, and closes all the same."""
+    """A copy is held back, so closing waits. It is interrupted in its wait, and closes all the same."""
 
-    def interrupt_twice() -> None:
+    def interrupt_then_let_go() -> None:
         interrupt()
-        when_main_is_in(_LoopThread._wait_until_ended, interrupt).join()
         device.let_go()
 
     with interrupted(), streamflow.offload(subject.model, ONE_SLOT, device=device) as offload:
         check_next(subject)
         interrupt_at_a_held_copy(subject, device)
-        when_main_is_in(_LoopThread.close, interrupt_twice)
+        when_main_is_in(_LoopThread._wait_until_ended, interrupt_then_let_go)
     assert offload.state == "closed"
 
 

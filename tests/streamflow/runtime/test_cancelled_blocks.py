@@ -152,11 +152,17 @@ def stops(monkeypatch: pytest.MonkeyPatch) -> Stops:
 
 
 def act_at(script: Script, boundary: int, action: Callable[[], object]) -> None:
-    """Let the model call ``action`` at a boundary."""
+    """Let the model call ``action`` when it comes to a boundary first: those behind come there, too."""
+    pending = [action]
+
+    def act(index: int) -> None:
+        if index == max(boundary, 0) and pending:
+            pending.pop()()
+
     if boundary in range(NUM_BLOCKS):
-        script.inside = lambda index: action() if index == boundary else None
+        script.inside = act
     else:
-        script.between = lambda index: action() if index == max(boundary, 0) else None
+        script.between = act
 
 
 async def cancel_at(
