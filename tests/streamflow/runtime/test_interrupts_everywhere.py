@@ -1,0 +1,109 @@
+"""An interrupt at every instruction of ours at which Python may raise one, in a forward that the main thread calls.
+
+Python looks for signals where a function begins, after calls into C, and where loops jump back: nowhere else.
+"""
+
+from __future__ import annotations
+
+import dis
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+
+import streamflow
+from streamflow.stages.devices.cpu import CpuDevice
+from tests.streamflow.runtime.kit import make_subject
+
+pytestmark = [pytest.mark.timeout(110), pytest.mark.slow]
+
+#: Instructions after which Python looks for signals, unless they called a Python function.
+LOOKS_AFTER = ("CALL", "CALL_FUNCTION_EX", "CALL_KW", "JUMP_BACKWARD")
+PACKAGE = Path(streamflow.__file__).resolve().parent
+FOLDERS = (str(PACKAGE), str((PACKAGE / "stages").resolve()))
+
+
+class Interrupter:
+    """A trace function that raises KeyboardInterrupt at the k-th such instruction in our code."""
+
+    def __init__(self, k: int) -> None:
+        self._k = k
+        self._num = 0
+        self._last: dict[FrameType, str] = {}
+        self._came_back: set[FrameType] = set()
+        self.raised_at: str | None = None
+
+    def trace(self, frame: FrameType, event: str, arg: Any) -> Callable[..., Any] | None:
+        """What `sys.settrace` wants: it is called for each function that begins."""
+        if event != "call" or not str(Path(frame.f_code.co_filename).resolve()).startswith(FOLDERS):
+            return None
+        frame.f_trace_lines, frame.f_trace_opcodes = False, True
+        self._look(frame)
+        return self._trace_inside
+
+    def _trace_inside(self, frame: FrameType, event: str, arg: Any) -> Callable[..., Any]:
+        if event == "return":
+            self._last.pop(frame, None)
+            if frame.f_back is not None:
+                self._came_back.add(frame.f_back)
+        elif event == "opcode":
+            last = self._last.get(frame)
+            called_python = frame in self._came_back
+            self._came_back.discard(frame)
+            self._last[frame] = dis.opname[frame.f_code.co_code[frame.f_lasti]]
+            if last in LOOKS_AFTER and not called_python:
+                self._look(frame)
+        return self._trace_inside
+
+    def _look(self, frame: FrameType) -> None:
+        self._num += 1
+        if self._num == self._k:
+            self.raised_at = f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
+            sys.settrace(None)
+            raise KeyboardInterrupt
+
+
+@contextmanager
+def traced(interrupter: Interrupter) -> Iterator[None]:
+    before = sys.gettrace()
+    sys.settrace(interrupter.trace)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {"poison_freed_slots": True},
+    {"transfer": "staged", "packing_threads": 1, "window_blocks": 1, "resident_blocks": 1},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=["direct", "staged-one-slot"])
+def test_a_forward_interrupted_anywhere_leaves_the_next_exact(options: dict[str, Any]) -> None:
+    subject = make_subject(num_blocks=3)
+    device = CpuDevice()
+    with streamflow.offload(subject.model, options, device=device) as offload:
+        k = 0
+        while True:
+            k += 1
+            interrupter = Interrupter(k)
+            try:
+                with traced(interrupter):
+                    output = subject.forward()
+            except KeyboardInterrupt:
+                assert interrupter.raised_at is not None
+            else:
+                assert interrupter.raised_at is None, f"the interrupt was lost: {interrupter.raised_at}"
+                assert output == subject.expected
+                break
+            where = f"after an interrupt at {interrupter.raised_at} (number {k})"
+            assert subject.forward() == subject.expected, f"not exact {where}"
+            statistics = offload.statistics()
+            assert (statistics.num_running, statistics.num_waiting) == (0, 0), f"a place was lost {where}"
+    assert k > 100
+    subject.check_restored(device)
