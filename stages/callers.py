@@ -19,6 +19,9 @@ class _Autocast:
     enabled: bool
     dtype: torch.dtype
 
+    def entered(self, cache_enabled: bool) -> torch.autocast:
+        return torch.autocast(self.device_type, dtype=self.dtype, enabled=self.enabled, cache_enabled=cache_enabled)
+
 
 @attrs.frozen
 class CallerContext:
@@ -54,20 +57,22 @@ class CallerContext:
         return self.variables.run(self._run_in_modes, work)
 
     def _run_in_modes(self, work: Callable[[], Result]) -> Result:
-        with ExitStack() as modes:
-            if self.cuda_device is not None:
-                modes.enter_context(torch.cuda.device(self.cuda_device))
-            if self.default_device != torch.get_default_device():
-                modes.enter_context(self.default_device)
-            if self.inference_mode:
-                modes.enter_context(torch.inference_mode())
-            modes.enter_context(torch.set_grad_enabled(self.grad_enabled))
-            for cast in self.autocasts:
-                if cast.enabled:
-                    modes.enter_context(
-                        torch.autocast(cast.device_type, dtype=cast.dtype, cache_enabled=self.autocast_cache)
-                    )
-            return work()
+        # Each mode is entered, also where it is off: leaving it undoes what the work sets and does not reset.
+        default_device = torch.get_default_device()
+        try:
+            with ExitStack() as modes:
+                if self.cuda_device is not None:
+                    modes.enter_context(torch.cuda.device(self.cuda_device))
+                if self.default_device != default_device:  # not else: it makes every call in torch slower
+                    modes.enter_context(self.default_device)
+                modes.enter_context(torch.inference_mode(self.inference_mode))
+                modes.enter_context(torch.set_grad_enabled(self.grad_enabled))
+                for cast in self.autocasts:
+                    modes.enter_context(cast.entered(self.autocast_cache))
+                return work()
+        finally:
+            if torch.get_default_device() != default_device:
+                torch.set_default_device(None if default_device.type == "cpu" else default_device)
 
 
 def _context_without_loop() -> contextvars.Context:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import anyio
 import torch
@@ -74,13 +75,10 @@ class PinnedImages:
                     failures.append(failure)
 
         cancelled: list[bool] = []
-        try:
-            async with anyio.create_task_group() as packers:
-                for _ in range(num_threads):
-                    packers.start_soon(crew.call, work)
-        except BaseException:
-            cancelled.append(True)
-            raise
+        packing = partial(crew.call, work, on_cancel=lambda: cancelled.append(True))
+        async with anyio.create_task_group() as packers:
+            for _ in range(num_threads):
+                packers.start_soon(packing)
         if failures:
             raise failures[0]
 

@@ -25,7 +25,7 @@ from tests.streamflow.runtime.interrupts import (
     until_told_to_stop,
     when_main_is_in,
 )
-from tests.streamflow.runtime.kit import Subject, make_subject
+from tests.streamflow.runtime.kit import Subject, make_subject, wait_for
 
 #: ``asyncio.run`` or ``trio.run``, over a function.
 Run = Callable[[Callable[[], Coroutine[Any, Any, None]]], object]
@@ -104,7 +104,7 @@ def waiting_for_a_block(subject: Subject, device: CpuDevice, run: Run) -> None:
                     try:
                         return original(mailbox, block)
                     finally:
-                        gate.set()
+                        gate.open.set()
 
                 with replaced(Mailbox, "wait", wait):
                     await offload.run(subject.forward)
@@ -114,21 +114,20 @@ def waiting_for_a_block(subject: Subject, device: CpuDevice, run: Run) -> None:
 
 
 def opening(subject: Subject, device: CpuDevice, run: Run) -> None:
-    """A resident block is not read, until the interrupt came."""
+    """A resident block is not read, until the loop has heard of the interrupt."""
 
     async def main() -> None:
-        act = interrupter()
+        act, wake = interrupter(), loop_waker()
         with gated_reads() as gate:
 
-            async def open_it() -> None:
-                async with streamflow.open_offload(subject.model, {**STAGED, "resident_blocks": 1}, device=device):
-                    raise AssertionError("it opened")
+            def interrupt_and_read() -> None:
+                wait_for(gate.reached)
+                act()
+                wake(gate.open.set)
 
-            try:
-                in_daemon(lambda: (act(), gate.set()))
-                await open_it()
-            finally:
-                gate.set()
+            in_daemon(interrupt_and_read)
+            async with streamflow.open_offload(subject.model, {**STAGED, "resident_blocks": 1}, device=device):
+                raise AssertionError("it opened")
 
     with interrupted():
         run(main)

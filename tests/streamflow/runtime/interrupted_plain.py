@@ -33,11 +33,17 @@ def check_next(subject: Subject) -> None:
     assert subject.forward() == subject.expected, "the next forward is not exact"
 
 
+def interrupt_at(wanted: int, index: int) -> None:
+    """Be interrupted in, or before, the block that is wanted."""
+    if index == wanted:
+        interrupt_from_elsewhere()
+
+
 def in_each_block(subject: Subject, device: HeldCpuDevice) -> None:
     with streamflow.offload(subject.model, device=device):
         for stop in range(subject.num_blocks):
             subject.script.reset()
-            subject.script.inside = lambda index, stop=stop: interrupt_from_elsewhere() if index == stop else None
+            subject.script.inside = partial(interrupt_at, stop)
             with interrupted():
                 subject.forward()
             assert subject.script.entered == list(range(stop + 1))
@@ -48,7 +54,7 @@ def between_blocks(subject: Subject, device: HeldCpuDevice) -> None:
     with streamflow.offload(subject.model, device=device):
         for stop in range(subject.num_blocks + 1):
             subject.script.reset()
-            subject.script.between = lambda index, stop=stop: interrupt_from_elsewhere() if index == stop else None
+            subject.script.between = partial(interrupt_at, stop)
             with interrupted():
                 subject.forward()
             assert subject.script.entered == list(range(stop))
@@ -64,7 +70,7 @@ def waiting_for_a_block(subject: Subject, device: HeldCpuDevice) -> None:
             with interrupted():
                 subject.forward()
             watcher.join()
-            gate.set()
+            gate.open.set()
         check_next(subject)
 
 
@@ -112,7 +118,7 @@ def waiting_for_another_thread(subject: Subject, device: HeldCpuDevice) -> None:
 
 def out_of_the_context(subject: Subject, device: HeldCpuDevice) -> None:
     """Nobody catches it inside of the ``with``."""
-    subject.script.inside = lambda index: interrupt_from_elsewhere() if index == 2 else None
+    subject.script.inside = partial(interrupt_at, 2)
     with interrupted(), streamflow.offload(subject.model, device=device) as offload:
         subject.forward()
     assert offload.state == "closed"
@@ -125,7 +131,7 @@ def while_opening(subject: Subject, device: HeldCpuDevice) -> None:
 
         def stop(thread: _LoopThread) -> None:
             original(thread)
-            gate.set()
+            gate.open.set()
 
         with replaced(_LoopThread, "stop", stop):
             when_main_is_in(_LoopThread.open, interrupt)

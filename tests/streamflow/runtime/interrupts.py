@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType
 
+import attrs
 import torch
 
 from streamflow.stages.images import MemoryPiece
@@ -51,7 +52,7 @@ def when_main_is_in(function: Callable[..., object], action: Callable[[], object
 
     def is_in(frame: FrameType | None) -> bool:
         while frame is not None:
-            if frame.f_code is function.__code__:  # type: ignore[attr-defined]
+            if frame.f_code is function.__code__:
                 return True
             frame = frame.f_back
         return False
@@ -80,21 +81,30 @@ def replaced(owner: type, name: str, replacement: object) -> Iterator[None]:
         setattr(owner, name, original)
 
 
+@attrs.frozen
+class Gate:
+    """``reached``: somebody waits before it. ``open``: nobody waits any more."""
+
+    reached: threading.Event = attrs.field(factory=threading.Event)
+    open: threading.Event = attrs.field(factory=threading.Event)
+
+
 @contextmanager
-def gated_reads() -> Iterator[threading.Event]:
+def gated_reads() -> Iterator[Gate]:
     """Every read of a weight in memory waits for the gate that this yields."""
-    gate = threading.Event()
+    gate = Gate()
     original = MemoryPiece.read_into
 
     def read_into(piece: MemoryPiece, address: int, start: int, nbytes: int) -> None:
-        wait_for(gate)
+        gate.reached.set()
+        wait_for(gate.open)
         original(piece, address, start, nbytes)
 
     with replaced(MemoryPiece, "read_into", read_into):
         try:
             yield gate
         finally:
-            gate.set()
+            gate.open.set()
 
 
 def until_told_to_stop(action: Callable[[], object]) -> None:

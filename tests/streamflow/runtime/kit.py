@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
+import time
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterable
 from typing import Any, Generic, TypeVar
 
 import anyio
 import anyio.lowlevel
+import anyio.to_thread
 import attrs
+import pytest
 import torch
 from torch import nn
 
 from streamflow import Offload
 from streamflow.stages.devices.cpu import CpuDevice
+from streamflow.stages.mailbox import Mailbox
 from tests.streamflow.kit import ModelState, resident_digests, sha256_of, streamflow_threads
 from tests.streamflow.models import Mlp, Stack, seeded, some_inputs
 
@@ -26,6 +31,39 @@ PATIENCE_S = 60.0
 def wait_for(event: threading.Event) -> None:
     """Block the calling thread until ``event`` is set, and fail if it never is."""
     assert event.wait(PATIENCE_S), "what the test waits for did not happen"
+
+
+async def until(event: threading.Event) -> None:
+    """Return when a thread has set ``event``, and fail if none does."""
+    await anyio.to_thread.run_sync(wait_for, event)
+
+
+async def until_so(is_so: Callable[[], bool]) -> None:
+    """Return when it is so, and fail if it never is. Others get the time that the loop does not need."""
+
+    def watch() -> None:
+        pause, deadline = threading.Event(), time.monotonic() + PATIENCE_S
+        while not is_so():
+            assert time.monotonic() < deadline, "what the test waits for did not come about"
+            pause.wait(0.001)
+
+    await anyio.to_thread.run_sync(watch)
+
+
+class Stops:
+    """Tells when a request is told to stop: ``told`` is set then, after ``action`` was called."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.told = threading.Event()
+        self.action: Callable[[], object] = lambda: None
+        original = Mailbox.stop
+
+        def stop(mailbox: Mailbox) -> None:
+            original(mailbox)
+            self.action()
+            self.told.set()
+
+        patch.setattr(Mailbox, "stop", stop)
 
 
 @attrs.define(eq=False)
@@ -188,6 +226,24 @@ class Steps(Generic[Result]):
                 sent = yield yielded
             except BaseException as error:
                 thrown = error
+
+
+async def natively(coroutine: Coroutine[Any, Any, object], k: int, num_cancels: int = 1) -> int:
+    """Cancel a task of its own that runs ``coroutine``, at its k-th step and perhaps at the next ones, by
+    ``task.cancel()``. Fails if it is not cancelled then; returns how many steps it made.
+    """
+
+    def cancel_me(number: int) -> None:
+        if k <= number < k + num_cancels:
+            task.cancel()
+
+    steps = Steps(coroutine, cancel_me)
+    task = asyncio.create_task(as_task(steps))
+    await asyncio.wait([task])
+    assert task.cancelled() == (steps.num >= k), "a cancellation was lost"
+    if not task.cancelled():
+        task.result()
+    return steps.num
 
 
 async def as_task(awaitable: Awaitable[Result]) -> Result:

@@ -18,7 +18,7 @@ from streamflow import Offload
 from streamflow.stages.devices.cpu import CpuDevice
 from streamflow.stages.mailbox import Mailbox
 from streamflow.stages.signals import loop_waker
-from tests.streamflow.runtime.kit import Script, Subject, as_task, make_subject, wait_for
+from tests.streamflow.runtime.kit import Script, Stops, Subject, as_task, make_subject, until, until_so, wait_for
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(90)]
 
@@ -132,25 +132,6 @@ WAYS = [
 each_way = pytest.mark.parametrize(("anyio_backend", "way"), WAYS, indirect=["anyio_backend"])
 
 
-class Stops:
-    """Tells when a request is told to stop."""
-
-    def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.told = threading.Event()
-        original = Mailbox.stop
-
-        def stop(mailbox: Mailbox) -> None:
-            original(mailbox)
-            self.told.set()
-
-        patch.setattr(Mailbox, "stop", stop)
-
-
-@pytest.fixture
-def stops(monkeypatch: pytest.MonkeyPatch) -> Stops:
-    return Stops(monkeypatch)
-
-
 def act_at(script: Script, boundary: int, action: Callable[[], object]) -> None:
     """Let the model call ``action`` when it comes to a boundary first: those behind come there, too."""
     pending = [action]
@@ -241,12 +222,10 @@ async def test_those_behind_a_cancelled_request_are_not_stopped(way: Way, stops:
 
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(first_in_line)
-                while not reached.is_set():
-                    await anyio.lowlevel.checkpoint()
+                await until(reached)
                 for _ in range(3):
                     tasks.start_soon(follow, offload)
-                while offload.statistics().num_waiting < 3:
-                    await anyio.lowlevel.checkpoint()
+                await until_so(lambda: offload.statistics().num_waiting == 3)
                 assert offload.statistics().num_running == 1
                 queued.set()
         assert outputs == [subject.expected] * 3 * len(BOUNDARIES)

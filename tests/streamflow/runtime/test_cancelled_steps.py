@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import os
 from collections.abc import Awaitable, Callable, Coroutine
@@ -11,15 +10,27 @@ from typing import Any
 
 import anyio
 import pytest
+import torch
 from torch import nn
 
 import streamflow
 from streamflow import Offload
+from streamflow.stages.devices.base import PageLock
 from streamflow.stages.devices.cpu import CpuDevice
 from tests.streamflow.devices import FarCpuDevice
 from tests.streamflow.kit import ModelState, save_checkpoint, sha256_of, streamflow_threads
 from tests.streamflow.models import seeded, some_inputs
-from tests.streamflow.runtime.kit import PATIENCE_S, Script, Scripted, Steps, as_task, make_subject
+from tests.streamflow.runtime.interrupts import Gate, gated_reads
+from tests.streamflow.runtime.kit import (
+    PATIENCE_S,
+    Script,
+    Scripted,
+    Steps,
+    Subject,
+    make_subject,
+    natively,
+    until,
+)
 
 pytestmark = pytest.mark.anyio
 
@@ -37,37 +48,16 @@ async def by_scope(coroutine: Coroutine[Any, Any, object], k: int) -> int:
     return steps.num
 
 
-async def natively(coroutine: Coroutine[Any, Any, object], k: int) -> int:
-    def cancel_me(number: int) -> None:
-        if number == k:
-            task.cancel()
-
-    steps = Steps(coroutine, cancel_me)
-    task = asyncio.create_task(as_task(steps))
-    await asyncio.wait([task])
-    assert task.cancelled() == (steps.num >= k), "a cancellation was lost"
-    return steps.num
-
-
-async def natively_twice(coroutine: Coroutine[Any, Any, object], k: int) -> int:
-    """At the k-th step and again at every later one."""
-
-    def cancel_me(number: int) -> None:
-        if number >= k:
-            task.cancel()
-
-    steps = Steps(coroutine, cancel_me)
-    task = asyncio.create_task(as_task(steps))
-    await asyncio.wait([task])
-    assert task.cancelled() == (steps.num >= k), "a cancellation was lost"
-    return steps.num
+async def natively_thrice(coroutine: Coroutine[Any, Any, object], k: int) -> int:
+    """At the k-th step and at the next two, which are those of the clean-up."""
+    return await natively(coroutine, k, num_cancels=3)
 
 
 WAYS = [
     pytest.param("asyncio", by_scope, id="asyncio-scope"),
     pytest.param("trio", by_scope, id="trio-scope"),
     pytest.param("asyncio", natively, id="asyncio-native"),
-    pytest.param("asyncio", natively_twice, id="asyncio-native-again-and-again"),
+    pytest.param("asyncio", natively_thrice, id="asyncio-native-thrice"),
 ]
 each_way = pytest.mark.parametrize(("anyio_backend", "cancel_at"), WAYS, indirect=["anyio_backend"])
 
@@ -149,6 +139,41 @@ async def test_waiting_for_another_request(cancel_at: CancelAt) -> None:
     async with streamflow.open_offload(subject.model, device=device) as offload:
         await at_every_step(cancel_at, lambda: work(offload), lambda: subject.check_next(offload))
     subject.check_restored(device)
+
+
+async def test_packing_stops_after_the_blocks_that_it_is_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Opening may pack for minutes; who cancels it does not wait for the rest."""
+    subject, device = make_subject(num_blocks=9), FarCpuDevice()
+    locked: list[int] = []
+    original = FarCpuDevice.lock_pages
+
+    def lock_pages(device: FarCpuDevice, memory: torch.Tensor) -> PageLock:
+        locked.append(memory.numel())
+        return original(device, memory)
+
+    monkeypatch.setattr(FarCpuDevice, "lock_pages", lock_pages)
+    with gated_reads() as gate, anyio.CancelScope() as scope:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(_open, subject, device)
+            await until(gate.reached)
+            scope.cancel()
+            tasks.start_soon(_open_the_gate, gate)
+    assert scope.cancelled_caught
+    assert len(locked) <= 2
+    subject.check_restored(device, in_place=False)
+
+
+async def _open(subject: Subject, device: CpuDevice) -> None:
+    async with streamflow.open_offload(subject.model, {"packing_threads": 2}, device=device):
+        pytest.fail("it opened")
+
+
+async def _open_the_gate(gate: Gate) -> None:
+    """Once everybody has heard of the cancellation."""
+    with anyio.CancelScope(shield=True):
+        for _ in range(10):
+            await anyio.lowlevel.checkpoint()
+    gate.open.set()
 
 
 @each_way

@@ -5,11 +5,20 @@ from __future__ import annotations
 import functools
 import subprocess
 import sys
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
+import trio
 
+import streamflow
+from streamflow.binding.blocks import BlockBinder
+from streamflow.runtime.admission import Admission
+from streamflow.stages.engine import Engine
+from streamflow.stages.threads import ThreadCrew
 from tests.streamflow.runtime import interrupted_loop, interrupted_plain
+from tests.streamflow.runtime.kit import make_subject
 
 ROOT = Path(__file__).resolve().parents[3]
 PROGRAMS = {
@@ -44,3 +53,31 @@ def test_interrupted(kind: str, scenario: str) -> None:
     ended = run_program(kind)
     outcomes = dict(line.split(" ", 1) for line in ended.stdout.splitlines())
     assert outcomes.get(scenario) == "ok", outcomes.get(scenario, ended.stderr)
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("anyio_backend", ["trio"], indirect=True)
+async def test_under_trio_an_interrupt_tears_the_body_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever our code runs on the loop, trio keeps an interrupt for the main task's next checkpoint."""
+    subject = make_subject()
+    seen: dict[str, set[bool]] = {}
+
+    def watch(owner: type, name: str) -> None:
+        original = getattr(owner, name)
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            if threading.current_thread() is threading.main_thread():
+                seen.setdefault(name, set()).add(trio.lowlevel.currently_ki_protected())
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, watched)
+
+    watch(Engine, "_act")
+    watch(Engine, "stop_serving")
+    watch(Admission, "enter")
+    watch(ThreadCrew, "start")
+    watch(BlockBinder, "show_host")
+    async with streamflow.open_offload(subject.model, {"transfer": "staged"}) as offload:
+        assert not trio.lowlevel.currently_ki_protected()
+        await subject.check_next(offload)
+    assert seen == {name: {True} for name in ("_act", "stop_serving", "enter", "start", "show_host")}
