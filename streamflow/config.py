@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal, get_args
 
 import attrs
@@ -12,11 +12,14 @@ import torch
 
 from streamflow.errors import ConfigurationError
 from streamflow.plan import OffloadPlan
+from streamflow.weights.topology import WeightTopology
 
 Transfer = Literal["auto", "direct", "staged"]
 ResidentPlacement = Literal["spread", "leading"]
 #: ``resident_blocks`` for: every block.
 ALL = "all"
+#: Metadata of an option that is a group of options: its class, which a mapping may describe.
+GROUP = "group"
 
 
 def default_packing_threads() -> int:
@@ -47,8 +50,8 @@ class OffloadConfig:
         run_ahead_blocks: how far, in blocks, the host may run ahead of the device; None: 2 x window + 2.
         device: where blocks compute, e.g. ``"cuda:0"`` or ``"cpu"``; None: cuda where there is one, else cpu.
         plan: the stacks and their residents, declared; None: taken from the model or discovered.
-        tensor_parallel_size, hsdp, online_quantization: how the weights were loaded, as far as it decides whether a
-            checkpoint can be streamed as it lies in its files.
+        topology: how the weights are spread over ranks and converted, as far as it decides whether a checkpoint can be
+            streamed as it lies in its files, and which stored weights are this rank's.
         poison_freed_slots: fill a slot before it is refilled; for tests.
 
     :raises ConfigurationError: if an option or a combination is not usable; it lists every problem.
@@ -65,15 +68,28 @@ class OffloadConfig:
     run_ahead_blocks: int | None = None
     device: str | torch.device | None = None
     plan: OffloadPlan | None = None
-    tensor_parallel_size: int = 1
-    hsdp: bool = False
-    online_quantization: str | None = None
+    topology: WeightTopology = attrs.field(factory=WeightTopology, metadata={GROUP: WeightTopology})
     poison_freed_slots: bool = False
 
     def __attrs_post_init__(self) -> None:
-        problems = list(_problems(self))
+        problems = [*self._take_groups(), *_problems(self)]
         if problems:
             raise ConfigurationError(problems)
+
+    def _take_groups(self) -> Iterator[str]:
+        """Let mappings become the groups of options that they describe; yields what is wrong with them."""
+        for field in attrs.fields(type(self)):
+            group, value = field.metadata.get(GROUP), getattr(self, field.name)
+            if group is None or isinstance(value, group):
+                continue
+            if not isinstance(value, Mapping):
+                yield f"{field.name} must be a {group.__name__} or a mapping of its options, not {value!r}"
+                continue
+            try:
+                _check_known(value, group)
+                object.__setattr__(self, field.name, group(**value))
+            except ConfigurationError as failure:
+                yield from (f"{field.name}: {problem}" for problem in failure.problems)
 
     @classmethod
     def from_mapping(cls, options: Mapping[str, Any]) -> OffloadConfig:
@@ -81,10 +97,7 @@ class OffloadConfig:
 
         :raises ConfigurationError: if an option is unknown (the nearest name is suggested) or not usable.
         """
-        known = [field.name for field in attrs.fields(cls)]
-        unknown = [name for name in options if name not in known]
-        if unknown:
-            raise ConfigurationError([_unknown(name, known) for name in unknown])
+        _check_known(options, cls)
         return cls(**options)
 
     def effective(self) -> dict[str, Any]:
@@ -95,6 +108,7 @@ class OffloadConfig:
         if self.run_ahead_blocks is None:
             values["run_ahead_blocks"] = 2 * self.window_blocks + 2
         values["plan"] = None if self.plan is None else attrs.asdict(self.plan)
+        values["topology"] = attrs.asdict(self.topology)
         return values
 
     @property
@@ -109,6 +123,13 @@ class OffloadConfig:
         return torch.device(self.device)
 
 
+def _check_known(options: Mapping[str, Any], group: type[attrs.AttrsInstance]) -> None:
+    known = [field.name for field in attrs.fields(group)]
+    unknown = [name for name in options if name not in known]
+    if unknown:
+        raise ConfigurationError([_unknown(name, known) for name in unknown])
+
+
 def _unknown(name: str, known: list[str]) -> str:
     near = difflib.get_close_matches(str(name), known, n=1)
     meant = f"did you mean {near[0]!r}?" if near else f"known options: {', '.join(known)}"
@@ -119,15 +140,13 @@ def _problems(config: OffloadConfig) -> list[str]:
     found = [
         _not_an_int("window_blocks", config.window_blocks, minimum=1),
         _not_an_int("staging_chunk_bytes", config.staging_chunk_bytes, minimum=256),
-        _not_an_int("tensor_parallel_size", config.tensor_parallel_size, minimum=1),
         _not_an_int("packing_threads", config.packing_threads, minimum=1, optional=True),
         _not_an_int("run_ahead_blocks", config.run_ahead_blocks, minimum=1, optional=True),
         _not_an_int("resident_bytes", config.resident_bytes, minimum=0, optional=True),
         None if config.resident_blocks == ALL else _not_resident_count(config.resident_blocks),
         _not_one_of("resident_placement", config.resident_placement, get_args(ResidentPlacement)),
         _not_one_of("transfer", config.transfer, get_args(Transfer)),
-        *(_not_a_bool(name, getattr(config, name)) for name in ("pin_host_memory", "hsdp", "poison_freed_slots")),
-        _not_a_string("online_quantization", config.online_quantization),
+        *(_not_a_bool(name, getattr(config, name)) for name in ("pin_host_memory", "poison_freed_slots")),
         _not_a_plan(config.plan),
         *_device_problems(config),
     ]
@@ -153,10 +172,6 @@ def _not_one_of(name: str, value: Any, allowed: tuple[str, ...]) -> str | None:
 
 def _not_a_bool(name: str, value: Any) -> str | None:
     return None if isinstance(value, bool) else f"{name} must be True or False, not {value!r}"
-
-
-def _not_a_string(name: str, value: Any) -> str | None:
-    return None if value is None or isinstance(value, str) else f"{name} must be a name or None, not {value!r}"
 
 
 def _not_a_plan(value: Any) -> str | None:

@@ -28,7 +28,6 @@ from streamflow.weights.preflight import preflight
 from streamflow.weights.skeleton import build_skeleton, lend_placeholders
 from streamflow.weights.source import CheckpointSource, WeightSource
 from streamflow.weights.source_matching import some
-from streamflow.weights.topology import WeightTopology
 
 
 class Streamed(NamedTuple):
@@ -87,15 +86,11 @@ def _examine(
 ) -> CheckpointPlan | CheckpointFallback:
     """A plan only where the files and the skeleton together hold every value of the model."""
     needed = needed_tensors(skeleton)
-    answer = preflight(needed, checkpoint.entries, adapters, _topology(config), same_bytes=checkpoint.same_bytes)
+    answer = preflight(needed, checkpoint.entries, adapters, config.topology, same_bytes=checkpoint.same_bytes)
     problems = tuple(never_computed(skeleton))
     if isinstance(answer, CheckpointPlan) and problems:
         return CheckpointFallback(FallbackCode.CHECKPOINT_PLAN_INCOMPATIBLE, some(problems, "; "), problems)
     return answer
-
-
-def _topology(config: OffloadConfig) -> WeightTopology:
-    return WeightTopology(config.tensor_parallel_size, config.hsdp, config.online_quantization)
 
 
 @asynccontextmanager

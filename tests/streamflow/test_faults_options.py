@@ -14,6 +14,7 @@ from streamflow import OffloadConfig, OffloadPlan
 from streamflow.errors import ConfigurationError
 from streamflow.stages.devices.cpu import CpuDevice
 from streamflow.stages.errors import StreamflowError
+from streamflow.weights.topology import WeightTopology
 from tests.streamflow.devices import FarCpuDevice
 from tests.streamflow.kit import ModelState, largest_block_bytes, save_checkpoint, stream_and_compare
 from tests.streamflow.models import CALLS, Case, blocks_of, mlp_stack
@@ -33,11 +34,12 @@ EVERY_OPTION: dict[str, Any] = {
     "run_ahead_blocks": 5,
     "device": "cpu",
     "plan": OffloadPlan(stacks="blocks"),
-    "tensor_parallel_size": 1,
-    "hsdp": False,
-    "online_quantization": None,
+    "topology": WeightTopology(sequence_parallel_size=2),
     "poison_freed_slots": True,
 }
+
+#: Options that are groups of options.
+GROUPS = {"plan", "topology"}
 
 WRONG: dict[str, list[Any]] = {
     "window_blocks": [0, -1, 2.0, True, "2", None],
@@ -51,9 +53,15 @@ WRONG: dict[str, list[Any]] = {
     "run_ahead_blocks": [0, -1, "all", 1.5],
     "device": ["gpu", "meta", "cuda:99", 3.5, "mps"],
     "plan": ["blocks", ("blocks",), {"stacks": "blocks"}],
-    "tensor_parallel_size": [0, -1, None, 1.5],
-    "hsdp": [None, 1, "no"],
-    "online_quantization": [True, 8],
+    "topology": [
+        *({"tensor_parallel_size": size} for size in (0, -1, None, 1.5)),
+        *({"tensor_parallel_size": 2, "tensor_parallel_rank": rank} for rank in (2, -1, 0.5)),
+        *({"hsdp": value} for value in (None, 1, "no")),
+        *({"online_quantization": value} for value in (True, 8)),
+        {"tensor_parallel_sizes": 2},
+        None,
+        2,
+    ],
     "poison_freed_slots": [None, 0],
 }
 
@@ -129,8 +137,9 @@ async def test_every_option_arrives_where_it_acts() -> None:
         assert offload.config == OffloadConfig(**EVERY_OPTION)
         effective = offload.config.effective()
         statistics = offload.statistics()
-    assert {name: value for name, value in EVERY_OPTION.items() if name != "plan"}.items() <= effective.items()
+    assert {name: value for name, value in EVERY_OPTION.items() if name not in GROUPS}.items() <= effective.items()
     assert effective["plan"]["stacks"] == ("blocks",)
+    assert effective["topology"]["sequence_parallel_size"] == 2
     assert statistics.num_resident_blocks == 2
     blocks = blocks_of(CASE.build())
     assert statistics.engine.window_bytes == 3 * largest_block_bytes(blocks)
@@ -204,9 +213,9 @@ async def test_a_direct_transfer_that_is_not_possible_is_refused_and_undone() ->
 @pytest.mark.parametrize(
     ("options", "code"),
     [
-        ({"tensor_parallel_size": 2}, "unsupported_tp"),
-        ({"hsdp": True}, "unsupported_hsdp"),
-        ({"online_quantization": "fp8"}, "unsupported_online_quantization"),
+        ({"topology": {"tensor_parallel_size": 2}}, "unsupported_tp"),
+        ({"topology": {"hsdp": True}}, "unsupported_hsdp"),
+        ({"topology": {"online_quantization": "fp8"}}, "unsupported_online_quantization"),
     ],
 )
 async def test_an_option_that_rules_the_files_out_is_not_ignored(

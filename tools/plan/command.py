@@ -69,7 +69,7 @@ def _resident_count(ctx: click.Context, param: click.Parameter, value: str | Non
 @click.option(
     "--tensor-parallel-size",
     type=int,
-    default=DEFAULTS["tensor_parallel_size"],
+    default=1,
     show_default=True,
     help="Ranks that hold parts of each tensor.",
 )
@@ -90,7 +90,8 @@ def plan(model_dir: Path, device: str | None, stacks: tuple[str, ...], as_json: 
     pipeline. Only the headers of the files are read; sizes are those stored there.
     """
     # whether the device is here is no matter: the kind alone decides what streams, and how
-    config = OffloadConfig.from_mapping({**options, "device": "cpu"})
+    topology = {name: options.pop(name) for name in ("tensor_parallel_size", "hsdp", "online_quantization")}
+    config = OffloadConfig.from_mapping({**options, "topology": topology, "device": "cpu"})
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     made = make_plan(read_model_dir(model_dir), config, device, stacks)
     if as_json:

@@ -14,7 +14,6 @@ from streamflow.tools.plan.values import SourcePlan
 from streamflow.transfer_choice import choose_transfer
 from streamflow.weights.checkpoint_plan import CheckpointFallback
 from streamflow.weights.preflight import preflight
-from streamflow.weights.topology import WeightTopology
 
 CHECKPOINT, MODULE = "checkpoint", "module"
 
@@ -58,8 +57,7 @@ def choose_source(sources: Sequence[SourcePlan]) -> tuple[SourcePlan | None, str
 
 
 def _plan_checkpoint(sizes: ComponentSizes, config: OffloadConfig, device_is_host: bool) -> SourcePlan:
-    topology = WeightTopology(config.tensor_parallel_size, config.hsdp, config.online_quantization)
-    answer = preflight((), {}, (), topology)
+    answer = preflight((), {}, (), config.topology)
     transfer, reason = _transfer(CHECKPOINT, config, device_is_host, page_locked=False)
     fallback = f"{answer.code}: {answer.reason}" if isinstance(answer, CheckpointFallback) else None
     return SourcePlan(

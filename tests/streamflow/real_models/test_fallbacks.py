@@ -25,9 +25,9 @@ pytestmark = pytest.mark.anyio
 Saved = Callable[[Variant], Path]
 #: How weights can be loaded so that no file has them as the model needs them: options, code.
 UNSUPPORTED: list[tuple[dict[str, Any], str]] = [
-    ({"tensor_parallel_size": 2}, "unsupported_tp"),
-    ({"hsdp": True}, "unsupported_hsdp"),
-    ({"online_quantization": "fp8"}, "unsupported_online_quantization"),
+    ({"topology": {"tensor_parallel_size": 2}}, "unsupported_tp"),
+    ({"topology": {"hsdp": True}}, "unsupported_hsdp"),
+    ({"topology": {"online_quantization": "fp8"}}, "unsupported_online_quantization"),
 ]
 each_unsupported = pytest.mark.parametrize(("options", "code"), UNSUPPORTED, ids=[code for _, code in UNSUPPORTED])
 INCOMPATIBLE = "checkpoint_plan_incompatible"
@@ -149,7 +149,7 @@ async def test_without_a_way_to_load_them_they_are_refused(options: dict[str, An
 async def test_an_unsupported_way_comes_before_the_other_reasons(saved: Saved, tmp_path: Path) -> None:
     with_extra(saved(Variant(WAN_MODEL, torch.bfloat16, sharded=False)), tmp_path / "mixed")
     build = diffusers_builder(tmp_path / "mixed", torch.bfloat16)
-    assert (await refuse(tmp_path / "mixed", build, {"tensor_parallel_size": 8})).code == "unsupported_tp"
+    assert (await refuse(tmp_path / "mixed", build, {"topology": {"tensor_parallel_size": 8}})).code == "unsupported_tp"
 
 
 class Filled(nn.Module):

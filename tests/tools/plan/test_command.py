@@ -54,12 +54,11 @@ def test_every_option_arrives(single: Path) -> None:
         "pin_host_memory": False,
         "packing_threads": 5,
         "staging_chunk_bytes": 4096,
-        "tensor_parallel_size": 2,
-        "hsdp": True,
-        "online_quantization": "fp8",
         "stacks": ["blocks"],
     }
     assert expected.items() <= plan["options"].items()
+    topology = {"tensor_parallel_size": 2, "hsdp": True, "online_quantization": "fp8"}
+    assert topology.items() <= plan["options"]["topology"].items()
     assert plan["device"] == "cuda"
     (component,) = plan["components"]
     assert component["num_slots"] == 3

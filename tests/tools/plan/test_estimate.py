@@ -127,9 +127,9 @@ async def test_on_an_accelerator_both_stream_as_planned(
 @pytest.mark.parametrize(
     ("options", "code"),
     [
-        ({"tensor_parallel_size": 2}, "unsupported_tp"),
-        ({"hsdp": True}, "unsupported_hsdp"),
-        ({"online_quantization": "fp8"}, "unsupported_online_quantization"),
+        ({"topology": {"tensor_parallel_size": 2}}, "unsupported_tp"),
+        ({"topology": {"hsdp": True}}, "unsupported_hsdp"),
+        ({"topology": {"online_quantization": "fp8"}}, "unsupported_online_quantization"),
     ],
 )
 async def test_a_checkpoint_that_cannot_stream_is_planned_from_the_module(
