@@ -97,8 +97,7 @@ class Lease:
         :raises LeaseClosedError: if the lease is closed.
         :raises StoreForkedError: in a forked child.
         """
-        with self._guard:
-            self._check_open()
+        with self._guarded():
             if file not in self._mappings:
                 data = self._data[file]
                 self._mappings[file] = FileMapping(data.path, data.fileno(), self.manifest.files[file].nbytes)
@@ -110,8 +109,7 @@ class Lease:
         :raises LeaseClosedError: if the lease is closed.
         :raises StoreForkedError: in a forked child.
         """
-        with self._guard:
-            self._check_open()
+        with self._guarded():
             return self._data[file].fileno()
 
     def close(self) -> None:
@@ -119,10 +117,12 @@ class Lease:
 
         :raises LeaseInUseError: if a read is under way or views of a mapping are alive; the lease stays usable then.
         """
+        if self._lock_file.is_forked:
+            return
         with self._guard:
             if self._closed:
                 return
-            if self._num_readers and not self._lock_file.is_forked:
+            if self._num_readers:
                 raise LeaseInUseError(self.path, f"{self._num_readers} reads of it are under way")
             self._unmap()
             self._closed = True
@@ -135,22 +135,23 @@ class Lease:
             try:
                 self._mappings[file].close()
             except CheckpointInUseError as failure:
-                if self._lock_file.is_forked:  # the parent's views, copied: nobody here can give them back
-                    continue
                 raise LeaseInUseError(self.path, "views of its mapping are alive") from failure
             del self._mappings[file]
 
-    def _check_open(self) -> None:
-        if self._lock_file.is_forked:
+    @contextmanager
+    def _guarded(self) -> Iterator[None]:
+        """Nobody closes the lease meanwhile."""
+        if self._lock_file.is_forked:  # before the guard: a thread that did not come along may hold the child's copy
             raise StoreForkedError(self.path)
-        if self._closed:
-            raise LeaseClosedError(self.path)
+        with self._guard:
+            if self._closed:
+                raise LeaseClosedError(self.path)
+            yield
 
     @contextmanager
     def _reading(self) -> Iterator[tuple[Descriptor, ...]]:
         """The files, which stay open meanwhile: a reused number would read another file's bytes."""
-        with self._guard:
-            self._check_open()
+        with self._guarded():
             self._num_readers += 1
         try:
             yield self._data

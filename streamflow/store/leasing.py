@@ -59,6 +59,7 @@ def _open_folder(root: StoreRoot, path: str) -> Descriptor:
     parent, name = os.path.split(path)
     try:
         with open_descriptor(root.files, parent, os.O_RDONLY | os.O_DIRECTORY) as entry:
+            _check_trust(root, entry, root.options.dir_mode)
             return open_inside(entry, name, os.O_DIRECTORY)
     except FileNotFoundError as failure:
         raise GenerationGoneError(path) from failure

@@ -48,8 +48,7 @@ def parse_manifest(data: bytes, content_id: str) -> ProvenManifest:
         manifest has not.
     """
     fields = _json(data)
-    digest = _text(fields.pop("sha256", None), "sha256")
-    if digest != sha256(canonical_json(fields)):
+    if _text(fields.pop("sha256", None), "sha256") != sha256(canonical_json(fields)):
         raise ManifestError("its own digest does not fit what it says")
     manifest = _manifest(fields)
     plan = _plan(manifest)

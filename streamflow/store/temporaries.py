@@ -30,20 +30,24 @@ class Temporary:
     descriptor: Descriptor
 
 
-def make_folder(files: FileOperations, paths: StorePaths) -> Temporary:
-    """A new folder in ``tmp/``; its owner moves it away or removes it, and closes it."""
+def make_folder(files: FileOperations, paths: StorePaths, mode: int) -> Temporary:
+    """A new folder in ``tmp/``; its owner moves it away or removes it, and closes it.
+
+    ``mode`` is the store's own: whoever may clean up after a dead owner needs the right to.
+    """
     while True:
         path = new_path(paths)
-        files.mkdir(path, 0o700)
-        temporary = _claim(files, path, _READ_FOLDER)
-        if temporary is not None:
-            return temporary
+        files.mkdir(path, mode)
+        with suppress(FileNotFoundError):  # removed already, as stale
+            temporary = _claim(files, path, _READ_FOLDER, mode)
+            if temporary is not None:
+                return temporary
 
 
-def make_file(files: FileOperations, paths: StorePaths) -> Temporary:
-    """A new file in ``tmp/``; its owner moves it away or removes it, and closes it."""
+def make_file(files: FileOperations, paths: StorePaths, mode: int) -> Temporary:
+    """A new file in ``tmp/``; else as `make_folder`."""
     while True:
-        temporary = _claim(files, new_path(paths), os.O_RDWR | os.O_CREAT | os.O_EXCL)
+        temporary = _claim(files, new_path(paths), os.O_RDWR | os.O_CREAT | os.O_EXCL, mode)
         if temporary is not None:
             return temporary
 
@@ -55,11 +59,10 @@ def new_path(paths: StorePaths) -> str:
 
 def write_file(files: FileOperations, paths: StorePaths, target: str, data: bytes, mode: int) -> None:
     """Put a file with these bytes at ``target``, whole, in one step, and lastingly."""
-    temporary = make_file(files, paths)
+    temporary = make_file(files, paths, mode)
     with temporary.descriptor:
         try:
             write_fully(files, temporary.descriptor.fileno(), memoryview(data), 0)
-            files.fchmod(temporary.descriptor.fileno(), mode)
             files.fsync(temporary.descriptor.fileno())
             files.rename(temporary.path, target)
         except BaseException:
@@ -119,14 +122,12 @@ def _opened_if_stale(files: FileOperations, path: str) -> Iterator[None]:
         yield
 
 
-def _claim(files: FileOperations, path: str, flags: int) -> Temporary | None:
+def _claim(files: FileOperations, path: str, flags: int, mode: int) -> Temporary | None:
     """The new temporary, locked; None: somebody who looked for stale ones took it before it was locked."""
-    try:
-        descriptor = open_descriptor(files, path, flags, 0o600)
-    except FileNotFoundError:
-        return None
+    descriptor = open_descriptor(files, path, flags, mode)
     try:
         if try_lock(files, descriptor, exclusive=True) and still_names(path, descriptor):
+            files.fchmod(descriptor.fileno(), mode)  # whatever the umask is
             return Temporary(path, descriptor)
     except BaseException:
         descriptor.close()

@@ -46,7 +46,7 @@ class EntryWriter(Sink):
             remove_stale(root.files, root.paths)
             available, disk_bytes = root.files.free_bytes(root.paths.root)
             check_space(root.paths.root, plan.nbytes + _EXTRA_BYTES, available, disk_bytes, root.options)
-            writer = cls(root, plan, make_folder(root.files, root.paths))
+            writer = cls(root, plan, make_folder(root.files, root.paths, root.options.dir_mode))
             try:
                 writer._make_files()
             except BaseException:
