@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 
 # Longer texts cannot be 64-bit integers; cutting them keeps the value out of range and int() fast.
 _INT_TEXT_LIMIT = 24
@@ -24,6 +25,7 @@ def load_object(data: bytes) -> dict[str, object]:
             object_pairs_hook=_distinct_pairs,
             parse_constant=_refuse_constant,
             parse_int=_parse_int,
+            parse_float=_parse_float,
         )
     except UnicodeDecodeError as failure:
         raise StrictJSONError(f"it is not UTF-8 at byte {failure.start}") from failure
@@ -57,6 +59,13 @@ def _refuse_surrogates(text: str) -> None:
 
 def _refuse_constant(text: str) -> object:
     raise StrictJSONError(f"{text} is not a JSON number")
+
+
+def _parse_float(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise StrictJSONError(f"{text[:_INT_TEXT_LIMIT]} is larger than any number")
+    return value
 
 
 def _parse_int(text: str) -> int | float:

@@ -1,0 +1,39 @@
+"""The digests that name and prove what is stored. Pure: no torch."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import attrs
+
+from streamflow.store.draft import StoredImage
+
+#: Part of every content id: another meaning of the ownership below has to give other ids.
+_SCHEME = "streamflow content 1"
+
+
+def canonical_json(value: Mapping[str, Any]) -> bytes:
+    """The one way in which ``value`` is written: ASCII, keys sorted, no spaces."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode("ascii")
+
+
+def content_id_of(images: Sequence[StoredImage], digests: Sequence[str]) -> str:
+    """The identity of these images: the digest of who owns which bytes, and of each image's digest, in order."""
+    owned = [{**attrs.asdict(image), "sha256": digest} for image, digest in zip(images, digests, strict=True)]
+    return sha256(canonical_json({"scheme": _SCHEME, "images": owned}))
+
+
+def file_digest(header: bytes, image_digests: Iterable[str]) -> str:
+    """The digest of a file: over its header and the digests of the images in it, in their order."""
+    digest = hashlib.sha256(header)
+    for image in image_digests:
+        digest.update(bytes.fromhex(image))
+    return digest.hexdigest()
+
+
+def sha256(data: bytes) -> str:
+    """The SHA-256 of ``data``, in hexadecimal digits."""
+    return hashlib.sha256(data).hexdigest()

@@ -1,0 +1,87 @@
+"""Publish a draft under the lock of its content: once for all who publish the same."""
+
+from __future__ import annotations
+
+from contextlib import AbstractAsyncContextManager
+from functools import partial
+
+from streamflow.store.access import StoreAccess
+from streamflow.store.draft import Draft
+from streamflow.store.errors import ContentChangedError, EntryRejectedError
+from streamflow.store.hashing import Progress
+from streamflow.store.locks import Patience
+from streamflow.store.packing import EntryPlan
+from streamflow.store.publication import Published, Written, give_name, plan_draft, write_aside
+from streamflow.store.sources import check_source, write_source
+
+
+class Publisher:
+    """One publication of one draft into an open store."""
+
+    def __init__(self, access: StoreAccess, draft: Draft, source_id: str | None, progress: Progress | None) -> None:
+        self._access, self._draft, self._source_id, self._progress = access, draft, source_id, progress
+
+    async def publish(self) -> Published:
+        """Write first: only then is it known what the content is, and whose lock to take."""
+        plan = await self._plan()
+        async with (
+            self._write_aside(plan) as written,
+            self._access.publication_lock(written.content_id),
+        ):
+            return await self._install(written)
+
+    async def publish_known(self, content_id: str) -> Published:
+        """Take the lock first: what others have published meanwhile is not written again."""
+        plan = await self._plan()
+        async with self._access.publication_lock(content_id):
+            present = await self._find(content_id)
+            if present is not None:
+                return present
+            async with self._write_aside(plan) as written:
+                if written.content_id != content_id:
+                    raise ContentChangedError(content_id, written.content_id)
+                return await self._install(written)
+
+    async def _plan(self) -> EntryPlan:
+        work = partial(plan_draft, self._draft, self._source_id, self._access.options.max_file_bytes)
+        return await self._access.call("planning an entry", work)
+
+    def _write_aside(self, plan: EntryPlan) -> AbstractAsyncContextManager[Written]:
+        return write_aside(self._access.root, self._access.crew, self._draft, plan, self._source_id, self._progress)
+
+    async def _install(self, written: Written) -> Published:
+        """Give what was written its name, unless its content is there. For the holder of the publication lock."""
+        present = await self._find(written.content_id)
+        if present is not None:
+            return present
+        await self._check_source(written.content_id)
+        denied = self._access.quarantine.denied_here(written.content_id)
+        naming = partial(give_name, self._access.root, written, denied)
+        generation = await self._access.call("publishing an entry", naming)
+        await self._remember(written.content_id)
+        return Published(written.content_id, generation, was_present=False)
+
+    async def _find(self, content_id: str) -> Published | None:
+        """The entry, if it is there and sound; a damaged one is taken out of use. For the holder of its lock."""
+        try:
+            lease = await self._access.lease(content_id)
+        except EntryRejectedError:
+            return None
+        if lease is None:
+            return None
+        with lease:
+            await self._remember(content_id)
+            return Published(content_id, lease.generation, was_present=True)
+
+    async def _check_source(self, content_id: str) -> None:
+        if self._source_id is not None:
+            work = partial(check_source, self._access.root, self._source_id, content_id)
+            await self._access.call("reading a source", work)
+
+    async def _remember(self, content_id: str) -> None:
+        if self._source_id is None:
+            return
+        patience = Patience("remembering a source", self._access.options.lock_wait_s, "lock_wait_s")
+        async with self._access.lock(self._access.root.paths.own_lock("sources"), patience):
+            work = partial(write_source, self._access.root, self._source_id, content_id)
+            await self._access.call("remembering a source", work)
