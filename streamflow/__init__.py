@@ -13,7 +13,7 @@ from streamflow._version import __version__
 if TYPE_CHECKING:
     from streamflow.config import OffloadConfig
     from streamflow.facade import StartedOffload, offload, start_offload
-    from streamflow.opening import open_offload
+    from streamflow.loaded import open_offload
     from streamflow.plan import OffloadPlan
     from streamflow.runtime.offload import Offload
     from streamflow.runtime.statistics import OffloadStatistics
@@ -42,7 +42,7 @@ _HOMES = {
     "StartedOffload": "streamflow.facade",
     "StreamflowError": "streamflow.stages.errors",
     "offload": "streamflow.facade",
-    "open_offload": "streamflow.opening",
+    "open_offload": "streamflow.loaded",
     "open_streamed": "streamflow.streamed",
     "start_offload": "streamflow.facade",
 }

@@ -12,12 +12,17 @@ import torch
 
 from streamflow.errors import ConfigurationError
 from streamflow.plan import OffloadPlan
+from streamflow.store.errors import StoreOptionsError
+from streamflow.store.options import StoreOptions
 from streamflow.weights.topology import WeightTopology
 
 Transfer = Literal["auto", "direct", "staged"]
 ResidentPlacement = Literal["spread", "leading"]
+StoreMode = Literal["disabled", "preferred", "required"]
 #: ``resident_blocks`` for: every block.
 ALL = "all"
+#: Options that are on or off.
+BOOLEANS = ("pin_host_memory", "remap_after_publish", "poison_freed_slots")
 #: Metadata of an option that is a group of options: its class, which a mapping may describe.
 GROUP = "group"
 
@@ -52,6 +57,12 @@ class OffloadConfig:
         plan: the stacks and their residents, declared; None: taken from the model or discovered.
         topology: how the weights are spread over ranks and converted, as far as it decides whether a checkpoint can be
             streamed as it lies in its files, and which stored weights are this rank's.
+        store_mode: ``"disabled"`` never looks at the host weight store. ``"preferred"`` takes an entry that is there,
+            else loads, publishes and uses the entry; where the store fails it goes on without. ``"required"`` takes an
+            entry that is there, or fails.
+        remap_after_publish: a model that was loaded shows the entry from then on and drops its own copies; False keeps
+            them, and streams from them.
+        store: where the store is and how it behaves.
         poison_freed_slots: fill a slot before it is refilled; for tests.
 
     :raises ConfigurationError: if an option or a combination is not usable; it lists every problem.
@@ -69,6 +80,9 @@ class OffloadConfig:
     device: str | torch.device | None = None
     plan: OffloadPlan | None = None
     topology: WeightTopology = attrs.field(factory=WeightTopology, metadata={GROUP: WeightTopology})
+    store_mode: StoreMode = "disabled"
+    remap_after_publish: bool = True
+    store: StoreOptions = attrs.field(factory=StoreOptions, metadata={GROUP: StoreOptions})
     poison_freed_slots: bool = False
 
     def __attrs_post_init__(self) -> None:
@@ -88,7 +102,7 @@ class OffloadConfig:
             try:
                 _check_known(value, group)
                 object.__setattr__(self, field.name, group(**value))
-            except ConfigurationError as failure:
+            except (ConfigurationError, StoreOptionsError) as failure:
                 yield from (f"{field.name}: {problem}" for problem in failure.problems)
 
     @classmethod
@@ -108,7 +122,7 @@ class OffloadConfig:
         if self.run_ahead_blocks is None:
             values["run_ahead_blocks"] = 2 * self.window_blocks + 2
         values["plan"] = None if self.plan is None else attrs.asdict(self.plan)
-        values["topology"] = attrs.asdict(self.topology)
+        values |= {name: attrs.asdict(values[name]) for name in ("topology", "store")}
         return values
 
     @property
@@ -146,7 +160,8 @@ def _problems(config: OffloadConfig) -> list[str]:
         None if config.resident_blocks == ALL else _not_resident_count(config.resident_blocks),
         _not_one_of("resident_placement", config.resident_placement, get_args(ResidentPlacement)),
         _not_one_of("transfer", config.transfer, get_args(Transfer)),
-        *(_not_a_bool(name, getattr(config, name)) for name in ("pin_host_memory", "poison_freed_slots")),
+        _not_one_of("store_mode", config.store_mode, get_args(StoreMode)),
+        *(_not_a_bool(name, getattr(config, name)) for name in BOOLEANS),
         _not_a_plan(config.plan),
         *_device_problems(config),
     ]

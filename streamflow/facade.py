@@ -13,7 +13,7 @@ import anyio
 from torch import nn
 
 from streamflow.config import OffloadConfig
-from streamflow.opening import open_offload
+from streamflow.loaded import open_offload
 from streamflow.runtime.offload import Offload, State
 from streamflow.runtime.statistics import OffloadStatistics
 from streamflow.stages.devices.base import Device

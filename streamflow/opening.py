@@ -1,4 +1,4 @@
-"""`open_offload`: from a loaded module to one that streams, and back."""
+"""Opening: the steps from a model and a source of its weights to an offload, each undone on the way back."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from streamflow.binding.poison import Poison
 from streamflow.config import ALL, OffloadConfig
 from streamflow.discovery import find_blocks
 from streamflow.errors import ConfigurationError
-from streamflow.interrupts import uninterrupted
 from streamflow.residency import choose_residents
 from streamflow.runtime.admission import Admission
 from streamflow.runtime.component import StreamedComponent
@@ -32,6 +31,7 @@ from streamflow.stages.threads import ThreadCrew, open_threads
 from streamflow.stages.transfers.base import Transfer
 from streamflow.stages.transfers.direct import DirectTransfer
 from streamflow.stages.transfers.staged import open_staged
+from streamflow.store.reports import StoreReport
 from streamflow.support import check_model, check_not_compiled_whole
 from streamflow.transfer_choice import ChosenTransfer, choose_transfer
 from streamflow.weights.source import ModuleSource, WeightSource
@@ -41,47 +41,28 @@ MakeSource = Callable[[Inventory, tuple[BoundBlock, ...], Device], WeightSource]
 
 
 @asynccontextmanager
-@uninterrupted
-async def open_offload(
-    model: nn.Module, config: OffloadConfig | Mapping[str, Any] | None = None, *, device: Device | None = None
-) -> AsyncIterator[Offload]:
-    """Streams ``model`` while the context is open; its outputs are byte-identical to those of the resident model.
-
-    ``model`` must lie on the host, loaded. While it is attached its blocks' weights are in no fixed place: reading them
-    gives poison, ``state_dict()`` gives the real bytes, and what would move or change them is refused. Leaving stops
-    running requests at their next block boundary and leaves the model as it was: the same Parameter objects over the
-    same values (in other host memory where images were page-locked).
-
-    ``config`` may be a mapping of options; None is all defaults. ``device`` replaces the backend that
-    ``config.device`` names, for modelled hardware.
-
-    :raises ConfigurationError: if options are not usable, before anything is touched.
-    :raises PlanError: if no blocks are found; it lists what could be meant.
-    :raises UnsupportedModelError: if the model is none, or holds tensors that cannot be re-pointed exactly.
-    :raises AlreadyAttachedError: if the model, or a part of it, is attached already.
-    :raises DeviceMemoryError: if window, residents and fixed tensors do not fit on the device.
-    :raises HostMemoryError: if page-locked images do not fit on the host.
-    """
-    config = effective_config(config)
-    async with open_module(model, config, "the model was loaded already", device) as offload:
-        yield offload
-
-
-@asynccontextmanager
 async def open_module(
-    model: nn.Module, config: OffloadConfig, reason: str, device: Device | None
+    model: nn.Module, config: OffloadConfig, reason: str, device: Device | None, report: StoreReport | None = None
 ) -> AsyncIterator[Offload]:
-    """`open_offload` with the module source, for which ``reason`` is given."""
+    """An offload of a loaded model that streams from the model's own tensors, for which ``reason`` is given.
+
+    :raises UnsupportedModelError: if the model is none, or is not on the host.
+    """
+    check_model(model)
+    with claimed(model, type(model).__name__):
+        inventory = inventory_of(model, config)
+        async with open_with_source(model, inventory, config, module_source(config, reason), device, report) as offload:
+            yield offload
+
+
+def module_source(config: OffloadConfig, reason: str) -> MakeSource:
+    """Makes the source that is the model itself."""
 
     def make_source(inventory: Inventory, blocks: tuple[BoundBlock, ...], backend: Device) -> WeightSource:
         pin = config.pin_host_memory and config.transfer != "staged" and not backend.is_host
         return ModuleSource(inventory, blocks, reason, config.effective_packing_threads if pin else None)
 
-    check_model(model)
-    with claimed(model, type(model).__name__):
-        inventory = inventory_of(model, config)
-        async with open_with_source(model, inventory, config, make_source, device) as offload:
-            yield offload
+    return make_source
 
 
 def inventory_of(model: nn.Module, config: OffloadConfig) -> Inventory:
@@ -109,9 +90,14 @@ def effective_config(config: OffloadConfig | Mapping[str, Any] | None) -> Offloa
 
 @asynccontextmanager
 async def open_with_source(
-    model: nn.Module, inventory: Inventory, config: OffloadConfig, make_source: MakeSource, device: Device | None
+    model: nn.Module,
+    inventory: Inventory,
+    config: OffloadConfig,
+    make_source: MakeSource,
+    device: Device | None,
+    report: StoreReport | None = None,
 ) -> AsyncIterator[Offload]:
-    """`open_offload` with any source: the steps in order, each undone on the way back."""
+    """An offload of a claimed model that streams from any source; ``report`` is what the store did for it."""
     backend = _backend(device, config)
     residents = _residents(inventory, config)
     poison = Poison(backend.torch_device)
@@ -120,7 +106,9 @@ async def open_with_source(
         source = make_source(inventory, bound, backend)
         offload = None
         try:
-            async with _open_attached(model, inventory, bound, residents, source, backend, crew, config) as offload:
+            async with _open_attached(
+                model, inventory, bound, residents, source, backend, crew, config, report
+            ) as offload:
                 yield offload
         finally:
             try:
@@ -149,6 +137,7 @@ async def _open_attached(
     device: Device,
     crew: ThreadCrew,
     config: OffloadConfig,
+    report: StoreReport | None,
 ) -> AsyncIterator[Offload]:
     name = type(model).__name__
     async with attach(model, name, inventory, bound, source, device, crew) as attachment:
@@ -178,6 +167,7 @@ async def _open_attached(
                 admission=admission,
                 choice=TransferChoice(source.name, source.reason, chosen.name, chosen.reason),
                 sizes=_sizes(inventory, len(residents), attachment.fixed.nbytes, source),
+                store_report=report,
             )
             try:
                 interceptions.install()

@@ -85,11 +85,26 @@ PROGRAMS = {
     ),
     "plan": Program("streamflow.tools.plan.command", "plan", "Say what of a model would stream, before it is loaded."),
 }
+STORE = {
+    "publish": Program(
+        "streamflow.tools.store.publish",
+        "publish",
+        "Put a model's final weights into the store, before they are needed.",
+    ),
+    "ls": Program("streamflow.tools.store.listing", "ls", "What the store holds, and who uses it."),
+    "verify": Program("streamflow.tools.store.verify", "verify", "Check every byte of what the store holds."),
+    "evict": Program("streamflow.tools.store.evict", "evict", "Remove entries by size and age; never one in use."),
+}
 BENCHMARKS = {
     "step": Program(
         "streamflow.tools.bench.step",
         "step",
         "One step of a FLUX.1-shaped transformer: streamed against resident and the link limit, in one run.",
+    ),
+    "memory": Program(
+        "streamflow.tools.bench.memory",
+        "memory",
+        "Host memory of several processes that stream one stored model, against the size of its entry.",
     ),
     "overlap": Program(
         "streamflow.tools.bench.overlap",
@@ -103,6 +118,11 @@ BENCHMARKS = {
 @click.version_option(__version__, prog_name="streamflow")
 def main() -> None:
     """Run diffusion transformers whose weights do not fit on the accelerator."""
+
+
+@main.group(cls=ProgramGroup, programs=STORE)
+def store() -> None:
+    """Look after the host weight store: final weights that the processes of a node share."""
 
 
 @main.group(cls=ProgramGroup, programs=BENCHMARKS)

@@ -4,12 +4,22 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TextIO
 
 import rich.box
 import rich.filesize
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TransferSpeedColumn,
+)
 from rich.table import Table
 
 #: Columns of text that goes to a file or a pipe, which tell no width.
@@ -78,3 +88,15 @@ def format_seconds(seconds: float) -> str:
 def format_share(part: float, whole: float) -> str:
     """``part`` in percent of ``whole``, which may be 0: ``16.2 %``."""
     return f"{100 * part / whole:.1f} %" if whole else "-"
+
+
+@contextmanager
+def byte_progress(task: str) -> Iterator[Callable[[int, int], None]]:
+    """A bar of bytes on standard error while it is open, moved by what this yields: a function of done and total bytes,
+    to be called from the loop. Nothing is shown where that is no terminal.
+    """
+    console = progress_console()
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bars:
+        bar = bars.add_task(task, total=None)
+        yield lambda done, total: bars.update(bar, completed=done, total=total)

@@ -21,6 +21,7 @@ from streamflow.stages.engine import Engine
 from streamflow.stages.errors import EngineBrokenError, EngineClosedError
 from streamflow.stages.events import ObservedEvent
 from streamflow.stages.observers import DEFAULT_CAPACITY
+from streamflow.store.reports import StoreReport
 
 Params = ParamSpec("Params")
 Result = TypeVar("Result")
@@ -56,6 +57,7 @@ class Offload:
         admission: Admission,
         choice: TransferChoice,
         sizes: ModelSizes,
+        store_report: StoreReport | None,
     ) -> None:
         self.config = config
         self._device = device
@@ -64,6 +66,7 @@ class Offload:
         self._admission = admission
         self._choice = choice
         self._sizes = sizes
+        self._store_report = store_report
         self._phase: State = "ready"
 
     @property
@@ -104,6 +107,7 @@ class Offload:
             state=self.state,
             device=str(self._device.torch_device),
             choice=self._choice,
+            store=self._store_report,
             **attrs.asdict(self._sizes),
             num_running=self._admission.num_running,
             num_waiting=self._admission.num_waiting,
@@ -130,6 +134,10 @@ class Offload:
         """Admit nobody, stop the requests that run, and return when all have ended. For the owner; idempotent."""
         self._phase = "draining"
         await self._admission.drain()
+
+    def fail(self, error: BaseException) -> None:
+        """Mark the offload broken: what it streams from is not what it should be. For the owner, on its loop."""
+        self._engine.fail(error)
 
     def mark_closed(self) -> None:
         """All of it is gone. For the owner."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import attrs
 
 from streamflow.stages.statistics import EngineStatistics
+from streamflow.store.reports import StoreReport
 
 
 @attrs.frozen
@@ -29,6 +30,7 @@ class OffloadStatistics:
     state: str
     device: str
     choice: TransferChoice
+    store: StoreReport | None
     num_blocks: int
     num_resident_blocks: int
     model_bytes: int

@@ -7,8 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import get_args
 
 from streamflow.stages.dtypes import DTYPE_BYTES
+from streamflow.store.codes import StoreCode
 from streamflow.store.draft import JSON, ImageRole, StoredImage, StoredTensor, TensorKind
-from streamflow.store.errors import DraftError, StoreCode
+from streamflow.store.errors import DraftError
 from streamflow.store.packing import PAD_PREFIX
 from streamflow.weights.strict_json import StrictJSONError, load_object
 

@@ -5,33 +5,10 @@ from __future__ import annotations
 import errno
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from enum import StrEnum
 
 from streamflow.stages.errors import StreamflowError
-
-
-class StoreCode(StrEnum):
-    """Why the store did not serve or keep an entry."""
-
-    UNSUPPORTED_LOAD_FORMAT = "unsupported_load_format"
-    UNSUPPORTED_HSDP = "unsupported_hsdp"
-    UNSUPPORTED_EXPERT_PARALLEL = "unsupported_expert_parallel"
-    UNSUPPORTED_CFG_PARALLEL = "unsupported_cfg_parallel"
-    UNSUPPORTED_PP = "unsupported_pp"
-    UNSUPPORTED_QUANTIZATION = "unsupported_quantization"
-    UNSUPPORTED_TENSOR = "unsupported_tensor"
-    UNSUPPORTED_ALIAS = "unsupported_alias"
-    AMBIGUOUS_OWNERSHIP = "ambiguous_ownership"
-    PARALLEL_RANK_UNAVAILABLE = "parallel_rank_unavailable"
-    IDENTITY_COLLISION = "identity_collision"
-    LOCK_TIMEOUT = "lock_timeout"
-    LOCK_FAILED = "lock_failed"
-    INSUFFICIENT_DISK = "insufficient_disk"
-    ENTRY_REJECTED = "entry_rejected"
-    UNSUPPORTED_FILESYSTEM = "unsupported_filesystem"
-    INVALID_CONFIGURATION = "invalid_configuration"
-    OPERATION_FAILED = "operation_failed"
-
+from streamflow.store.codes import StoreCode
+from streamflow.store.reports import StoreReport
 
 #: Failures that another attempt may not meet, with nothing changed but time; the others are somebody's mistake.
 RETRYABLE = frozenset(
@@ -46,7 +23,12 @@ RETRYABLE = frozenset(
 
 
 class StoreError(StreamflowError):
-    """Base of the store's errors; ``code`` says which kind, ``is_retryable`` whether another attempt may succeed."""
+    """Base of the store's errors; ``code`` says which kind, ``is_retryable`` whether another attempt may succeed.
+
+    ``report`` is that of the opening that it ended; None elsewhere.
+    """
+
+    report: StoreReport | None = None
 
     def __init__(self, code: StoreCode, message: str, *, is_retryable: bool | None = None) -> None:
         self.code = code

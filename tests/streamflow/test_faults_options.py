@@ -14,6 +14,7 @@ from streamflow import OffloadConfig, OffloadPlan
 from streamflow.errors import ConfigurationError
 from streamflow.stages.devices.cpu import CpuDevice
 from streamflow.stages.errors import StreamflowError
+from streamflow.store.options import StoreOptions
 from streamflow.weights.topology import WeightTopology
 from tests.streamflow.devices import FarCpuDevice
 from tests.streamflow.kit import ModelState, largest_block_bytes, save_checkpoint, stream_and_compare
@@ -35,11 +36,14 @@ EVERY_OPTION: dict[str, Any] = {
     "device": "cpu",
     "plan": OffloadPlan(stacks="blocks"),
     "topology": WeightTopology(sequence_parallel_size=2),
+    "store_mode": "disabled",
+    "remap_after_publish": False,
+    "store": StoreOptions(publication_wait_s=5.0),
     "poison_freed_slots": True,
 }
 
 #: Options that are groups of options.
-GROUPS = {"plan", "topology"}
+GROUPS = {"plan", "topology", "store"}
 
 WRONG: dict[str, list[Any]] = {
     "window_blocks": [0, -1, 2.0, True, "2", None],
@@ -62,6 +66,9 @@ WRONG: dict[str, list[Any]] = {
         None,
         2,
     ],
+    "store_mode": ["on", None, True],
+    "remap_after_publish": [None, 1],
+    "store": [{"publication_wait_s": 0}, {"verification": "never"}, {"rot": "/tmp"}, None, "/tmp"],
     "poison_freed_slots": [None, 0],
 }
 
@@ -140,6 +147,7 @@ async def test_every_option_arrives_where_it_acts() -> None:
     assert {name: value for name, value in EVERY_OPTION.items() if name not in GROUPS}.items() <= effective.items()
     assert effective["plan"]["stacks"] == ("blocks",)
     assert effective["topology"]["sequence_parallel_size"] == 2
+    assert effective["store"]["publication_wait_s"] == 5.0
     assert statistics.num_resident_blocks == 2
     blocks = blocks_of(CASE.build())
     assert statistics.engine.window_bytes == 3 * largest_block_bytes(blocks)

@@ -1,0 +1,116 @@
+"""The source identity: who the final weights of a model will be, known before they are loaded."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import platform
+from collections.abc import Iterator, Mapping, Sequence
+from importlib import metadata
+from typing import Any
+
+import attrs
+import torch
+from torch import nn
+
+from streamflow._version import __version__
+from streamflow.binding.inventory import dtype_name
+from streamflow.host_weights.errors import UnstableConfigurationError
+from streamflow.host_weights.load_inputs import LoadInputs
+from streamflow.host_weights.plain_values import NotPlainError, digest_of, plain
+from streamflow.plan import OffloadPlan
+from streamflow.weights.needed import needed_tensors
+from streamflow.weights.topology import WeightTopology
+
+#: Changed whenever the same inputs come to other bytes, or an identity is made of other inputs.
+IDENTITY_VERSION = 1
+#: Libraries whose version can change what a loader makes of a checkpoint.
+_LIBRARIES = ("diffusers", "transformers", "peft", "safetensors")
+#: Keys of a configuration that say where it came from, not what it is.
+_UNRELATED_KEYS = {"_name_or_path", "name_or_path"}
+
+
+@attrs.frozen
+class SourceIdentity:
+    """``source_id`` is the SHA-256 of ``inputs``, which is kept in entries for people to read."""
+
+    source_id: str
+    inputs: Mapping[str, Any]
+
+
+def source_identity(
+    skeleton: nn.Module,
+    files: Sequence[tuple[str, str]],
+    topology: WeightTopology,
+    plan: OffloadPlan | None,
+    inputs: LoadInputs,
+    producer: str,
+) -> SourceIdentity:
+    """The identity of the weights that ``skeleton`` is going to have.
+
+    ``files`` are the source files, each by its name and SHA-256. ``producer`` names the streamflow code that makes the
+    final weights of them. What the skeleton computed itself counts by its bytes. The data-parallel size and rank, and
+    the rank within a sequence-parallel group, are not in it.
+
+    :raises UnstableConfigurationError: if the model's configuration has no stable form.
+    """
+    document = {
+        "identity": IDENTITY_VERSION,
+        "files": sorted(map(list, files)),
+        "model": f"{type(skeleton).__module__}.{type(skeleton).__qualname__}",
+        "model_config": _model_config(skeleton, inputs),
+        "tensors": list(_tensors(skeleton)),
+        "computed": dict(_computed(skeleton)),
+        "plan": plain(plan, "plan"),
+        "loading": inputs.named_values(),
+        "producer": producer,
+        "topology": attrs.asdict(topology),
+        "versions": dict(_versions()),
+    }
+    return SourceIdentity(digest_of(document), document)
+
+
+def _model_config(skeleton: nn.Module, inputs: LoadInputs) -> Any:
+    config = inputs.model_config if inputs.model_config is not None else getattr(skeleton, "config", None)
+    if config is None:
+        return None
+    values = config if isinstance(config, Mapping) else _as_mapping(config)
+    try:
+        return plain({key: value for key, value in values.items() if key not in _UNRELATED_KEYS}, "config")
+    except NotPlainError as failure:
+        raise UnstableConfigurationError(str(failure)) from failure
+
+
+def _as_mapping(config: object) -> Mapping[str, Any]:
+    to_dict = getattr(config, "to_dict", None)
+    if callable(to_dict):
+        return dict(to_dict())
+    return vars(config) if hasattr(config, "__dict__") else {"config": config}
+
+
+def _tensors(skeleton: nn.Module) -> Iterator[list[Any]]:
+    for needed in needed_tensors(skeleton):
+        yield [needed.kind, list(needed.names), needed.dtype, list(needed.shape), list(needed.stride)]
+
+
+def _computed(skeleton: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Tensors that were made while the skeleton was built: position tables and the like."""
+    for name, tensor in (*skeleton.named_parameters(), *skeleton.named_buffers()):
+        if not tensor.is_meta:
+            values = tensor.detach().contiguous()
+            content = (
+                ctypes.string_at(values.data_ptr(), values.numel() * values.element_size()) if values.numel() else b""
+            )
+            digest = hashlib.sha256(content).hexdigest()
+            yield name, [dtype_name(tensor), list(tensor.shape), list(tensor.stride()), digest]
+
+
+def _versions() -> Iterator[tuple[str, str | None]]:
+    yield "streamflow", __version__
+    yield "torch", str(torch.__version__)
+    yield "machine", platform.machine()
+    for library in _LIBRARIES:
+        try:
+            yield library, metadata.version(library)
+        except metadata.PackageNotFoundError:
+            yield library, None

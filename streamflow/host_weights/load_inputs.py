@@ -1,0 +1,84 @@
+"""What decides the final weights of a model besides its files, as whoever loads it declares it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import attrs
+from torch import nn
+
+from streamflow.errors import ConfigurationError
+from streamflow.host_weights.plain_values import NotPlainError, plain
+
+#: Load formats whose weights come from nowhere: they have no identity that another start could have.
+UNREPEATABLE_FORMATS = ("dummy", "random")
+
+
+@attrs.frozen(kw_only=True)
+class LoadInputs:
+    """The inputs of loading by name, for the identity of what comes out. Values are plain: numbers, text, lists and
+    mappings.
+
+    Attributes:
+        producer_abi: a name and version for what ``load``, ``finalize`` and transforming adapters do to weights. Who
+            changes what they do changes it: code is never looked at. None is right only without any of them.
+        load_format: where weights come from; ``"dummy"`` and ``"random"`` cannot be stored.
+        model_config: the model's configuration; None: what its ``config`` holds.
+        load_arguments, pipeline_arguments: what was passed to the loader and to a custom pipeline.
+        lora_path: a file or a directory with weights that are merged while loading; its content counts, not its name.
+        lora_scale, lora_backend: how they are merged.
+        extra_files: further files that ``load`` reads.
+        neighbours: the other modules of the pipeline; a tensor that shares memory with one of them cannot be stored.
+
+    :raises ConfigurationError: if a value has no stable form or a kind is wrong.
+    """
+
+    producer_abi: str | None = None
+    load_format: str = "safetensors"
+    model_config: Mapping[str, Any] | None = None
+    load_arguments: Mapping[str, Any] = attrs.field(factory=dict)
+    pipeline_arguments: Mapping[str, Any] = attrs.field(factory=dict)
+    lora_path: str | os.PathLike[str] | None = None
+    lora_scale: float | None = None
+    lora_backend: str | None = None
+    extra_files: tuple[str | os.PathLike[str], ...] = ()
+    neighbours: tuple[nn.Module, ...] = ()
+
+    def __attrs_post_init__(self) -> None:
+        problems = list(_problems(self))
+        if problems:
+            raise ConfigurationError(problems)
+
+    def named_values(self) -> dict[str, Any]:
+        """What is declared, as plain values; files by content are apart."""
+        names = ("producer_abi", "load_format", "load_arguments", "pipeline_arguments", "lora_scale", "lora_backend")
+        return {name: plain(getattr(self, name), name) for name in names}
+
+    def files(self) -> tuple[str, ...]:
+        """The paths whose content counts."""
+        lora = () if self.lora_path is None else (self.lora_path,)
+        return tuple(os.fspath(path) for path in (*lora, *self.extra_files))
+
+
+def _problems(inputs: LoadInputs) -> Iterator[str]:
+    for name in ("model_config", "load_arguments", "pipeline_arguments"):
+        value = getattr(inputs, name)
+        if value is None and name == "model_config":
+            continue
+        if not isinstance(value, Mapping):
+            yield f"{name} must be a mapping, not {value!r}"
+            continue
+        try:
+            plain(value, name)
+        except NotPlainError as failure:
+            yield str(failure)
+    for name in ("producer_abi", "lora_backend"):
+        value = getattr(inputs, name)
+        if value is not None and (not isinstance(value, str) or not value):
+            yield f"{name} must be a non-empty name or None, not {value!r}"
+    if not isinstance(inputs.load_format, str):
+        yield f"load_format must be a name, not {inputs.load_format!r}"
+    if not all(isinstance(module, nn.Module) for module in inputs.neighbours):
+        yield "neighbours must be modules"

@@ -1,0 +1,89 @@
+"""A model that is ready to stream, whichever way it came to its weights, and the opening of it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+
+import attrs
+from torch import nn
+
+from streamflow.binding.blocks import BoundBlock
+from streamflow.binding.inventory import Inventory
+from streamflow.config import OffloadConfig
+from streamflow.host_weights.ownership import Ownership
+from streamflow.host_weights.restorer import ArtifactSource, RestorePlan
+from streamflow.opening import MakeSource, open_with_source
+from streamflow.runtime.offload import Offload
+from streamflow.stages.devices.base import Device
+from streamflow.stages.threads import open_tasks
+from streamflow.store.errors import StoreError
+from streamflow.store.lease import Lease
+from streamflow.store.reports import StoreReport
+from streamflow.store.store import HostWeightStore
+from streamflow.weights.skeleton import lend_placeholders
+from streamflow.weights.source import WeightSource
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class Ready:
+    """A claimed model, its inventory, and what it streams from.
+
+    ``lease`` is that of the entry it streams from; None: it streams from its own tensors. ``is_verified``: the entry's
+    bytes are known to be right. ``is_skeleton``: the model has no values of its own.
+    """
+
+    model: nn.Module
+    inventory: Inventory
+    make_source: MakeSource
+    report: StoreReport
+    lease: Lease | None = None
+    is_verified: bool = False
+    is_skeleton: bool = False
+
+
+def from_entry(ownership: Ownership, lease: Lease, reason: str, *, in_module: bool) -> MakeSource:
+    """Makes the source that streams from ``lease``, which becomes the source's to close."""
+
+    def make_source(inventory: Inventory, blocks: tuple[BoundBlock, ...], backend: Device) -> WeightSource:
+        return ArtifactSource(blocks, lease, RestorePlan(ownership), reason, in_module=in_module)
+
+    return make_source
+
+
+@asynccontextmanager
+async def open_ready(
+    ready: Ready, config: OffloadConfig, device: Device | None, store: HostWeightStore | None
+) -> AsyncIterator[Offload]:
+    """The offload of a model that is ready."""
+    async with AsyncExitStack() as stack:
+        inventory = ready.inventory
+        if ready.is_skeleton:
+            inventory = inventory.with_tensors(stack.enter_context(lend_placeholders(ready.model)))
+        opened = open_with_source(ready.model, inventory, config, ready.make_source, device, ready.report)
+        offload = await stack.enter_async_context(opened)
+        if ready.lease is not None and store is not None and _is_to_be_verified(ready, config):
+            await stack.enter_async_context(_verified_meanwhile(store, ready.lease, offload))
+        yield offload
+
+
+def _is_to_be_verified(ready: Ready, config: OffloadConfig) -> bool:
+    return config.store.verification == "background" and not ready.is_verified
+
+
+@asynccontextmanager
+async def _verified_meanwhile(store: HostWeightStore, lease: Lease, offload: Offload) -> AsyncIterator[None]:
+    """Check the entry's digests while the offload is in use: damage breaks it, and puts the entry aside."""
+
+    async def verify() -> None:
+        try:
+            await store.verify(lease)
+        except StoreError as damage:
+            offload.fail(damage)
+
+    async with open_tasks() as tasks:
+        tasks.start_soon(verify, name="verification of the stored weights")
+        try:
+            yield
+        finally:
+            tasks.cancel_scope.cancel()

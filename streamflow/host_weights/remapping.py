@@ -1,0 +1,66 @@
+"""Letting a loaded model share the entry's memory: its tensors show a mapping, and its private copies go.
+
+The mapping is private and copy-on-write. What is only read is the page cache's, as in every other process that maps the
+entry; a write, should anybody make one once the model is no longer streamed, gets a page of its own and never reaches
+the file. So the model stays an ordinary one when its offload has closed: the mapping lives as long as its tensors do.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import mmap
+from collections.abc import Iterator
+
+import torch
+
+from streamflow.binding.inventory import Inventory
+from streamflow.host_weights.ownership import Ownership
+from streamflow.stages.images import view_of
+from streamflow.stages.layout import ImageLayout
+from streamflow.store.lease import Lease
+
+_MAP_NORESERVE = 0x4000  # Linux; the module has no name for it in every version of Python
+
+
+def remap(inventory: Inventory, ownership: Ownership, lease: Lease) -> None:
+    """Point every tensor of the model at the entry's bytes; Parameter objects keep their identity and attributes.
+
+    Nothing is changed if this raises. Blocks; for worker threads.
+
+    :raises OSError: if a file cannot be mapped.
+    """
+    views = dict(_views(ownership, lease))
+    tensors = (*inventory.fixed, *(owned for block in inventory.blocks for owned in block.tensors))
+    pairs = [(owned, views[owned.name]) for owned in tensors]
+    with torch.inference_mode(False), torch.no_grad():
+        for owned, view in pairs:
+            owned.tensor.data = view
+
+
+def give_memory_back() -> None:
+    """Let the system have what the private copies took. Slow; for startup alone. Blocks."""
+    gc.collect()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
+    if trim is not None:
+        trim(0)
+
+
+def _views(ownership: Ownership, lease: Lease) -> Iterator[tuple[str, torch.Tensor]]:
+    maps: dict[int, memoryview] = {}
+    for index, layout in enumerate(ownership.layouts):
+        place = lease.place(index)
+        if place.file not in maps:
+            maps[place.file] = _private_mapping(lease.fileno(place.file))
+        yield from _views_of_image(layout, maps[place.file][place.offset_bytes : place.offset_bytes + place.nbytes])
+
+
+def _views_of_image(layout: ImageLayout, memory: memoryview) -> Iterator[tuple[str, torch.Tensor]]:
+    flat = torch.frombuffer(memory, dtype=torch.uint8) if layout.nbytes else torch.empty(0, dtype=torch.uint8)
+    for view in layout.views:
+        yield view.name, view_of(flat, view)
+
+
+def _private_mapping(fd: int) -> memoryview:
+    flags = mmap.MAP_PRIVATE | _MAP_NORESERVE
+    return memoryview(mmap.mmap(fd, 0, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE))

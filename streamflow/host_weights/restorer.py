@@ -1,0 +1,135 @@
+"""The restorer: gives a model the weights of a lease.
+
+1. `plan_restore` only compares: what the model needs against what the entry says it holds. A mismatch changes nothing.
+2. `ArtifactSource` is the commit: from its `prepare` on, blocks and fixed tensors come from the lease, which it owns.
+3. `release` closes the lease, once nothing reads it any more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import attrs
+import torch
+
+from streamflow.binding.blocks import BoundBlock
+from streamflow.host_weights.errors import AmbiguousOwnershipError
+from streamflow.host_weights.ownership import Ownership
+from streamflow.stages.devices.base import Device
+from streamflow.stages.host_memory import allocate_host
+from streamflow.stages.images import BlockImage, view_of
+from streamflow.stages.layout import ImageLayout, Region
+from streamflow.stages.threads import ThreadCrew
+from streamflow.store.draft import StoredImage
+from streamflow.store.lease import Lease
+
+
+def plan_restore(ownership: Ownership, lease: Lease) -> RestorePlan:
+    """The proof that the entry holds exactly the tensors that the model needs, each as the model needs it.
+
+    :raises AmbiguousOwnershipError: if not: the finished model is not the one that was stored.
+    """
+    stored = [stored.image for stored in lease.manifest.images]
+    differences = list(_differences(ownership.images, stored))
+    if differences:
+        raise AmbiguousOwnershipError(lease.content_id, differences)
+    return RestorePlan(ownership)
+
+
+@attrs.frozen
+class RestorePlan:
+    """A proven match: image ``i`` of the entry is image ``i`` of the ownership."""
+
+    ownership: Ownership
+
+
+def _differences(needed: Sequence[StoredImage], stored: Sequence[StoredImage]) -> list[str]:
+    if [image.name for image in needed] != [image.name for image in stored]:
+        return [f"the model has the images {[i.name for i in needed]} and the entry {[i.name for i in stored]}"]
+    found = []
+    for ours, theirs in zip(needed, stored, strict=True):
+        if ours != theirs:
+            of_ours, of_theirs = set(ours.tensors), set(theirs.tensors)
+            names = sorted({tensor.name for tensor in of_ours ^ of_theirs})
+            found.append(
+                f"{ours.name}: {', '.join(names[:5]) or 'its size'} differ" + ("..." if len(names) > 5 else "")
+            )
+    return found
+
+
+@attrs.frozen
+class ArtifactPiece:
+    """A block image as it lies in the entry's file."""
+
+    lease: Lease
+    image: int
+    nbytes: int
+    offset_bytes: int = 0
+    splittable: bool = True
+
+    @property
+    def stored_bytes(self) -> int:
+        return self.nbytes
+
+    def read_into(self, address: int, start: int, nbytes: int) -> None:
+        """Put bytes of the image at ``address``. Blocks; for worker threads.
+
+        :raises SourceReadError: if the file shrank or cannot be read.
+        """
+        self.lease.read_into(self.image, address, start, nbytes)
+
+
+class ArtifactSource:
+    """The images of an entry. It owns the lease.
+
+    ``in_module``: the module itself shows the entry's weights (its tensors were remapped), so that on a host device the
+    fixed ones can stay where they are.
+    """
+
+    name = "artifact"
+    why_not_direct = None
+    host_image_bytes = 0
+
+    def __init__(
+        self, blocks: Sequence[BoundBlock], lease: Lease, plan: RestorePlan, reason: str, *, in_module: bool
+    ) -> None:
+        self.reason = reason
+        self.lease = lease
+        self._in_module = in_module
+        self._blocks = blocks
+        self._fixed_image = len(blocks)
+        self._fixed_regions = _regions_by_name(plan.ownership.layouts[self._fixed_image])
+        self.images: Mapping[int, BlockImage] = {
+            index: BlockImage(block.path, block.layout, _pieces(lease, index, block.layout))
+            for index, block in enumerate(blocks)
+        }
+
+    def is_in_module(self, name: str) -> bool:
+        return self._in_module
+
+    async def prepare(self, device: Device, crew: ThreadCrew) -> None:
+        pass
+
+    def fill(self, layout: ImageLayout, region: Region, target: torch.Tensor) -> None:
+        stored = self._fixed_regions[region.names[0]]
+        memory = allocate_host(region.nbytes)
+        self.lease.read_into(self._fixed_image, memory.data_ptr(), stored.offset_bytes, region.nbytes)
+        target.copy_(memory)
+
+    def read_tensor(self, block: int, name: str) -> torch.Tensor:
+        layout = self._blocks[block].layout
+        view = next(view for view in layout.views if view.name == name)
+        memory = allocate_host(layout.nbytes)
+        self.lease.read_into(block, memory.data_ptr(), 0, layout.nbytes)
+        return view_of(memory, view)
+
+    def release(self) -> None:
+        self.lease.close()
+
+
+def _pieces(lease: Lease, index: int, layout: ImageLayout) -> tuple[ArtifactPiece, ...]:
+    return (ArtifactPiece(lease, index, layout.nbytes),) if layout.nbytes else ()
+
+
+def _regions_by_name(layout: ImageLayout) -> dict[str, Region]:
+    return {name: region for region in layout.regions for name in region.names}

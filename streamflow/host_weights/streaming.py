@@ -1,0 +1,217 @@
+"""`open_streamed` through the store: a hit loads nothing, a miss produces the entry once for everybody."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+
+from torch import nn
+
+from streamflow.binding.guards import claimed
+from streamflow.binding.inventory import Inventory
+from streamflow.host_weights.errors import EntryMissingError, UndeclaredProducerError, report_or_raise
+from streamflow.host_weights.identity import SourceIdentity, source_identity
+from streamflow.host_weights.ownership import Ownership, ownership_of
+from streamflow.host_weights.producer import draft_of_checkpoint
+from streamflow.host_weights.ready import Ready, from_entry, open_ready
+from streamflow.host_weights.restorer import plan_restore
+from streamflow.host_weights.sharing import Loaded, metadata_of, share_loaded
+from streamflow.host_weights.support import check_not_quantized, check_topology
+from streamflow.model_request import ModelRequest
+from streamflow.opening import inventory_of
+from streamflow.runtime.offload import Offload
+from streamflow.stages.threads import ThreadCrew, open_threads
+from streamflow.store.errors import EntryRejectedError, StoreError
+from streamflow.store.hashing import Progress
+from streamflow.store.lease import Lease
+from streamflow.store.reports import StoreOutcome, StoreReport
+from streamflow.store.store import HostWeightStore, open_store
+from streamflow.weights.checkpoint import Checkpoint, open_checkpoint
+from streamflow.weights.checkpoint_plan import CheckpointFallback, CheckpointPlan
+
+#: What streamflow itself does to a checkpoint's weights; to be changed with it.
+PRODUCER = "streamflow checkpoint 1"
+
+
+@asynccontextmanager
+async def open_through_store(request: ModelRequest) -> AsyncIterator[tuple[Offload, nn.Module] | StoreReport]:
+    """The open offload and its model; or, where the store cannot serve and may be done without, why it could not.
+
+    :raises StoreError: if the store must be used and cannot, or if what it met is a mistake; its ``report`` says so.
+    """
+    async with open_threads() as crew:
+        async with AsyncExitStack() as stack:
+            opening = _Opening(request, crew, stack)
+            ready = await _or_report(opening)
+            if isinstance(ready, Ready):
+                opened = open_ready(ready, request.config, request.device, opening.store)
+                yield await stack.enter_async_context(opened), ready.model
+                return
+        yield ready
+
+
+async def publish_through_store(request: ModelRequest, progress: Progress | None = None) -> StoreReport:
+    """What opening the model through the store would do, up to where it streams: afterwards the entry is there.
+
+    ``progress`` is told done and total bytes while an entry is written.
+
+    :raises StoreError: if the store fails.
+    """
+    async with open_threads() as crew, AsyncExitStack() as stack:
+        ready = await _or_report(_Opening(request, crew, stack, progress))
+    return ready.report if isinstance(ready, Ready) else ready
+
+
+async def _or_report(opening: _Opening) -> Ready | StoreReport:
+    try:
+        return await opening.prepare()
+    except StoreError as failure:
+        return report_or_raise(failure, opening.source_id, is_required=opening.is_required)
+
+
+class _Opening:
+    """One opening through the store; what it opens, ``stack`` closes."""
+
+    def __init__(
+        self, request: ModelRequest, crew: ThreadCrew, stack: AsyncExitStack, progress: Progress | None = None
+    ) -> None:
+        self.store: HostWeightStore
+        self.source_id: str | None = None
+        self.is_required = request.config.store_mode == "required"
+        self._request = request
+        self._crew = crew
+        self._stack = stack
+        self._progress = progress
+
+    async def prepare(self) -> Ready | StoreReport:
+        """A model that is ready to stream; or the report of why it is better opened without an entry."""
+        request, crew = self._request, self._crew
+        _check_declared(request)
+        check_topology(request.config.topology, request.inputs)
+        self.store = await self._stack.enter_async_context(open_store(request.config.store, crew))
+        skeleton = await crew.call(request.build_skeleton, name="building")
+        check_not_quantized(skeleton)
+        checkpoint = await crew.call(
+            lambda: open_checkpoint(request.checkpoint_dir), undo=Checkpoint.close, name="opening"
+        )
+        self._stack.push_async_callback(crew.call_through, checkpoint.close)
+        identity = await self._identify(skeleton, checkpoint)
+        self.source_id = identity.source_id
+        lease = await self._find(identity.source_id)
+        if lease is None and self.is_required:
+            raise EntryMissingError(identity.source_id)
+        if lease is None:
+            async with self.store.publication_lock(identity.source_id):
+                lease = await self._find(identity.source_id)  # others may have published while we waited
+                if lease is None:
+                    return await self._produce(skeleton, checkpoint, identity)
+        return await self._restore(skeleton, lease, StoreOutcome.LOCAL_HIT)
+
+    async def _identify(self, skeleton: nn.Module, checkpoint: Checkpoint) -> SourceIdentity:
+        request = self._request
+        paths = [*(file.path for file in checkpoint.files), checkpoint.path, *files_of(request.inputs.files())]
+        named = [(os.path.basename(path), await self.store.source_digest(path)) for path in dict.fromkeys(paths)]
+        config = request.config
+        return await self._crew.call(
+            lambda: source_identity(skeleton, named, config.topology, config.plan, request.inputs, PRODUCER),
+            name="identity",
+        )
+
+    async def _find(self, source_id: str) -> Lease | None:
+        """The entry of the source, proven as far as the options ask; None if there is none any more.
+
+        :raises EntryRejectedError: if it is damaged and must be used.
+        """
+        content_id = await self.store.content_of(source_id)
+        if content_id is None:
+            return None
+        try:
+            lease = await self.store.lease(content_id)
+        except EntryRejectedError:
+            if self.is_required:
+                raise
+            return None  # it was put aside: to be made again
+        return self._owned(lease)
+
+    def _owned(self, lease: Lease | None) -> Lease | None:
+        if lease is not None:
+            self._stack.callback(lease.close)
+        return lease
+
+    async def _restore(self, skeleton: nn.Module, lease: Lease, outcome: StoreOutcome) -> Ready:
+        """The finished skeleton, proven to need exactly what the entry holds."""
+        await self._crew.call(lambda: self._request.finish(skeleton), name="finalising")
+        inventory = self._claim(skeleton)
+        ownership = ownership_of(skeleton, inventory)
+        plan_restore(ownership, lease)
+        return self._from_entry(skeleton, inventory, ownership, lease, outcome)
+
+    def _claim(self, model: nn.Module) -> Inventory:
+        """Claim the finished model, and see what it consists of."""
+        self._stack.enter_context(claimed(model, type(model).__name__))
+        return inventory_of(model, self._request.config)
+
+    def _from_entry(
+        self, skeleton: nn.Module, inventory: Inventory, ownership: Ownership, lease: Lease, outcome: StoreOutcome
+    ) -> Ready:
+        reason = {
+            StoreOutcome.LOCAL_HIT: "the store has the final weights",
+            StoreOutcome.PUBLISHED: "the final weights were published straight from the files",
+        }[outcome]
+        report = StoreReport(outcome, reason, None, self.source_id, lease.content_id, lease.generation)
+        return Ready(
+            model=skeleton,
+            inventory=inventory,
+            make_source=from_entry(ownership, lease, reason, in_module=False),
+            report=report,
+            lease=lease,
+            is_verified=outcome is StoreOutcome.PUBLISHED,
+            is_skeleton=True,
+        )
+
+    async def _produce(self, skeleton: nn.Module, checkpoint: Checkpoint, identity: SourceIdentity) -> Ready:
+        finished, answer = await self._crew.call(
+            lambda: self._request.finished_skeleton(skeleton, checkpoint), name="preflight"
+        )
+        if isinstance(answer, CheckpointPlan):
+            return await self._produce_from_files(finished, checkpoint, answer, identity)
+        return await self._produce_by_loading(finished, checkpoint, answer, identity)
+
+    async def _produce_from_files(
+        self, skeleton: nn.Module, checkpoint: Checkpoint, plan: CheckpointPlan, identity: SourceIdentity
+    ) -> Ready:
+        """Nothing is loaded: the files hold what the model needs, and are copied into the layout that it needs."""
+        inventory = self._claim(skeleton)
+        ownership = ownership_of(skeleton, inventory)
+        metadata = metadata_of(skeleton, identity.inputs)
+        draft = draft_of_checkpoint(ownership, inventory, checkpoint, plan, metadata)
+        published = await self.store.publish(draft, source_id=identity.source_id, progress=self._progress)
+        lease = self._owned(await self.store.lease(published.content_id))
+        if lease is None:
+            raise EntryMissingError(published.content_id, "it was evicted at once")
+        return self._from_entry(skeleton, inventory, ownership, lease, StoreOutcome.PUBLISHED)
+
+    async def _produce_by_loading(
+        self, skeleton: nn.Module, checkpoint: Checkpoint, fallback: CheckpointFallback, identity: SourceIdentity
+    ) -> Ready:
+        request = self._request
+        model = await self._crew.call(lambda: request.load_finished(skeleton, checkpoint, fallback), name="loading")
+        loaded = Loaded(model, self._claim(model), request.config, request.inputs)
+        return await share_loaded(self.store, self._crew, self._stack, loaded, identity, self._progress)
+
+
+def _check_declared(request: ModelRequest) -> None:
+    if request.inputs.producer_abi is None and request.custom_code:
+        raise UndeclaredProducerError(request.custom_code)
+
+
+def files_of(paths: tuple[str, ...]) -> list[str]:
+    """The files at ``paths``: each itself, or all below it."""
+    found = []
+    for path in paths:
+        if os.path.isdir(path):
+            found += sorted(os.path.join(folder, name) for folder, _, names in os.walk(path) for name in names)
+        else:
+            found.append(path)
+    return found

@@ -1,0 +1,66 @@
+"""What the store cannot hold, seen before anything is loaded or written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import nn
+
+from streamflow.host_weights.errors import NotStorableError
+from streamflow.host_weights.load_inputs import UNREPEATABLE_FORMATS, LoadInputs
+from streamflow.store.codes import StoreCode
+from streamflow.weights.topology import WeightTopology
+
+#: Packages whose modules hold quantized weights in forms of their own.
+_QUANTIZING_PACKAGES = ("bitsandbytes", "torchao", "optimum", "auto_gptq", "gptqmodel", "awq", "hqq", "eetq", "aqlm")
+#: Attributes by which libraries mark a quantized model.
+_QUANTIZED_MARKS = ("hf_quantizer", "is_quantized", "is_loaded_in_8bit", "is_loaded_in_4bit", "quantization_method")
+
+
+def check_topology(topology: WeightTopology, inputs: LoadInputs) -> None:
+    """Return if weights that are spread and loaded this way can be stored and found again.
+
+    :raises NotStorableError: if not, with the code.
+    """
+    for code, problem in _topology_problems(topology, inputs):
+        raise NotStorableError(code, "the model", problem)
+
+
+def _topology_problems(topology: WeightTopology, inputs: LoadInputs) -> Iterator[tuple[StoreCode, str]]:
+    if inputs.load_format in UNREPEATABLE_FORMATS:
+        yield StoreCode.UNSUPPORTED_LOAD_FORMAT, f"{inputs.load_format!r} weights have no identity to find them by"
+    if topology.hsdp:
+        yield StoreCode.UNSUPPORTED_HSDP, "HSDP shards parameters after loading, so no rank holds whole ones"
+    if topology.expert_parallel_size > 1:
+        yield StoreCode.UNSUPPORTED_EXPERT_PARALLEL, f"{topology.expert_parallel_size} ranks hold different experts"
+    if topology.cfg_parallel_size > 1:
+        yield StoreCode.UNSUPPORTED_CFG_PARALLEL, f"{topology.cfg_parallel_size} ranks hold different guidance branches"
+    if topology.pipeline_parallel_size > 1:
+        yield StoreCode.UNSUPPORTED_PP, f"{topology.pipeline_parallel_size} ranks hold different stages"
+    if topology.online_quantization is not None:
+        yield StoreCode.UNSUPPORTED_QUANTIZATION, f"{topology.online_quantization!r} converts weights while they load"
+    if topology.tensor_parallel_size > 1 and topology.tensor_parallel_rank is None:
+        ranks = topology.tensor_parallel_size
+        yield StoreCode.PARALLEL_RANK_UNAVAILABLE, f"which of the {ranks} tensor-parallel ranks this is was not said"
+
+
+def check_not_quantized(model: nn.Module) -> None:
+    """Return if no part of ``model`` is marked as quantized or comes from a library that quantizes.
+
+    :raises NotStorableError: if one does.
+    """
+    for path, module in model.named_modules():
+        mark = _quantization_of(module)
+        if mark is not None:
+            where = path or type(model).__name__
+            raise NotStorableError(StoreCode.UNSUPPORTED_QUANTIZATION, where, f"it is quantized ({mark})")
+
+
+def _quantization_of(module: nn.Module) -> str | None:
+    package = type(module).__module__.partition(".")[0]
+    if package in _QUANTIZING_PACKAGES:
+        return package
+    config = vars(module).get("config")
+    if getattr(config, "quantization_config", None) is not None:
+        return "config.quantization_config"
+    return next((mark for mark in _QUANTIZED_MARKS if vars(module).get(mark)), None)

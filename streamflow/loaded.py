@@ -1,0 +1,60 @@
+"""`open_offload`: from a loaded module to one that streams, and back."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from typing import Any
+
+from torch import nn
+
+from streamflow.config import OffloadConfig
+from streamflow.host_weights.load_inputs import LoadInputs
+from streamflow.host_weights.sharing import open_shared
+from streamflow.interrupts import uninterrupted
+from streamflow.opening import effective_config, open_module
+from streamflow.runtime.offload import Offload
+from streamflow.stages.devices.base import Device
+
+#: Why the weights of a model that was given to `open_offload` are taken from it.
+LOADED_ALREADY = "the model was loaded already"
+
+
+@asynccontextmanager
+@uninterrupted
+async def open_offload(
+    model: nn.Module,
+    config: OffloadConfig | Mapping[str, Any] | None = None,
+    *,
+    inputs: LoadInputs | None = None,
+    device: Device | None = None,
+) -> AsyncIterator[Offload]:
+    """Streams ``model`` while the context is open; its outputs are byte-identical to those of the resident model.
+
+    ``model`` must lie on the host, loaded. While it is attached its blocks' weights are in no fixed place: reading them
+    gives poison, ``state_dict()`` gives the real bytes, and what would move or change them is refused. Leaving stops
+    running requests at their next block boundary and leaves the model as it was: the same Parameter objects over the
+    same values (in other host memory where images were page-locked).
+
+    With the store on (``config.store_mode``), the model's tensors show the entry of their content from then on, a
+    mapping that all processes share, and keep it after leaving; without an entry it is published first. ``inputs`` says
+    what the store has to know of how the model was loaded.
+
+    ``config`` may be a mapping of options; None is all defaults. ``device`` replaces the backend that
+    ``config.device`` names, for modelled hardware.
+
+    :raises ConfigurationError: if options are not usable, before anything is touched.
+    :raises PlanError: if no blocks are found; it lists what could be meant.
+    :raises UnsupportedModelError: if the model is none, or holds tensors that cannot be re-pointed exactly.
+    :raises AlreadyAttachedError: if the model, or a part of it, is attached already.
+    :raises DeviceMemoryError: if window, residents and fixed tensors do not fit on the device.
+    :raises HostMemoryError: if page-locked images do not fit on the host.
+    :raises StoreError: if the store must be used and cannot, or found what must not be.
+    """
+    config = effective_config(config)
+    if config.store_mode == "disabled":
+        opened = open_module(model, config, LOADED_ALREADY, device)
+    else:
+        opened = open_shared(model, config, inputs if inputs is not None else LoadInputs(), device)
+    async with opened as offload:
+        yield offload
