@@ -9,6 +9,7 @@ the events that came with the rings.
 from __future__ import annotations
 
 import itertools
+import math
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -34,6 +35,8 @@ from streamflow.stages.events import (
     PassEnded,
     PassMessage,
     PassStarted,
+    RequestEnded,
+    RequestStarted,
     SlotFree,
     SlowDeviceCall,
     WalkEnded,
@@ -65,7 +68,8 @@ class Resident:
 
 
 class Engine:
-    """Streams the blocks of one component. Made by `open_engine`, which owns it; everything it needs is given to it.
+    """Streams the blocks of one or several components through one window. Made by `open_engine`, which owns it;
+    everything it needs is given to it.
 
     The loop's side (everything private) and the compute threads' side (`begin_pass` and the passes) share nothing but
     mailboxes and the doorbell.
@@ -106,6 +110,7 @@ class Engine:
         self._failure_told = False
         self._task_scopes: set[anyio.CancelScope] = set()
         self._stopped = False
+        self._decide_at = math.inf
         self._num_passes = 0
         self._num_fetches = 0
         self._num_on_demand = 0
@@ -114,11 +119,17 @@ class Engine:
 
     # For compute threads
 
-    def begin_pass(self, place: Place) -> Pass:
-        """A new pass in ``place``; one that was left open there (its thread was interrupted) is ended first.
+    def begin_request(self, place: Place) -> None:
+        """A request occupies the place. In the request's own thread."""
+        self._ring(RequestStarted(place.request_id, place.index))
+
+    def begin_pass(self, place: Place, component: str) -> Pass:
+        """A new pass of ``component`` in ``place``; one that was left open there (its thread was interrupted) is ended
+        first.
 
         :raises StopForward: if the request is stopped.
         :raises EngineBrokenError: if the engine failed.
+        :raises EngineClosedError: if the engine is closed.
         """
         place.mailbox.check()
         stale = self._current.get(place.index)
@@ -126,7 +137,7 @@ class Engine:
             stale.end(completed=False)
         pass_id = next(self._pass_ids)
         self._mailboxes[pass_id] = place.mailbox
-        begun = Pass(pass_id, place, self._window, self._resident_events, self._ring)
+        begun = Pass(pass_id, component, place, self._window, self._resident_events, self._ring)
         self._current[place.index] = begun  # before anybody hears of it, so that it is ended whatever happens now
         begun.begin()
         return begun
@@ -150,6 +161,7 @@ class Engine:
                 stale.end(completed=False)
         except Exception as failure:  # the device refuses even to record an event
             self._ring(DeviceFailed(failure))
+        self._ring(RequestEnded(place.request_id, place.index, threading.get_ident()))
         place.mailbox.reset()
 
     def _ring(self, message: PassMessage) -> None:
@@ -206,10 +218,13 @@ class Engine:
     async def _serve(self) -> None:
         self._act_or_fail()
         while self._failure is None:
-            messages = await self._doorbell.wait()
+            messages: list[PassMessage] = []
+            with anyio.CancelScope(deadline=self._decide_at):
+                messages = await self._doorbell.wait()
             try:
+                now = anyio.current_time()
                 for message in messages:
-                    self._note(message)
+                    self._note(message, now)
             except Exception as failure:
                 self.fail(failure)
             self._act_or_fail()
@@ -232,8 +247,10 @@ class Engine:
         return first
 
     def stop_serving(self) -> None:
-        """End the tasks, and drop what compute threads may still ring. Idempotent."""
+        """End the tasks, every wait of a compute thread, and drop what they may still ring. Idempotent."""
         self._stopped = True
+        for place in self.places:
+            place.mailbox.close()
         for scope in self._task_scopes:
             scope.cancel()
         self._doorbell.close()
@@ -252,18 +269,20 @@ class Engine:
 
     # On the loop: what the passes did
 
-    def _note(self, message: PassMessage) -> None:
+    def _note(self, message: PassMessage, now: float) -> None:
         match message:
-            case PassStarted(pass_id):
+            case PassStarted(pass_id, component, maker):
                 self._num_passes += 1
-                self._planner.join(pass_id)
+                self._planner.join(pass_id, component, maker=maker, now=now)
             case BlockWanted(pass_id, block, serial):
                 self._planner.want(pass_id, block, serial)
             case BlockLeft(pass_id, block, passed_by, event):
                 self._note_use(block, event)
                 self._planner.left(pass_id, block, passed_by)
             case PassEnded():
-                self._note_end(message)
+                self._note_end(message, now)
+            case RequestEnded(maker=maker):
+                self._planner.gone(maker)
             case DeviceFailed(error):
                 self.fail(error)
         self.broadcast.publish(message)
@@ -273,11 +292,11 @@ class Engine:
         if index is not None:
             _add_user(self._window[index].busy_until, event)
 
-    def _note_end(self, ended: PassEnded) -> None:
+    def _note_end(self, ended: PassEnded, now: float) -> None:
         for slot in self._window:
             if ended.pass_id in self._planner.claims_on(slot.index):
                 _add_user(slot.busy_until, ended.event)
-        self._planner.end(ended.pass_id, completed=ended.completed)
+        self._planner.end(ended.pass_id, completed=ended.completed, now=now)
         self._mailboxes.pop(ended.pass_id, None)
 
     # On the loop: what follows from it
@@ -291,7 +310,8 @@ class Engine:
 
     def _act(self) -> None:
         while True:
-            decision = self._planner.decide()
+            decision = self._planner.decide(anyio.current_time())
+            self._decide_at = math.inf if decision.again_at is None else decision.again_at
             self._publish_walks(decision)
             for claim in decision.claims:
                 self._tell(claim)
@@ -302,8 +322,9 @@ class Engine:
     def _publish_walks(self, decision: Decision) -> None:
         if decision.ended is not None:
             self.broadcast.publish(WalkEnded(decision.ended))
-        if decision.started is not None:
-            self.broadcast.publish(WalkStarted(decision.started.walk_id, decision.started.pass_ids))
+        walk = decision.started
+        if walk is not None:
+            self.broadcast.publish(WalkStarted(walk.walk_id, walk.component, walk.pass_ids))
 
     def _tell(self, claim: Claim) -> None:
         event = self._window[claim.slot].busy_until[0]

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 
 class StreamflowError(Exception):
-    """Base of every error that streamflow raises on its own account."""
+    """Base of every error that streamflow raises on its own account.
+
+    ``request_id`` is that of the request it was raised from; None where there is none.
+    """
+
+    request_id: str | None = None
 
 
 class EngineBrokenError(StreamflowError, RuntimeError):

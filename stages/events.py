@@ -14,10 +14,33 @@ if TYPE_CHECKING:
 
 
 @attrs.frozen
+class RequestStarted:
+    """A request, or a direct call of the model (None), occupies the place of this index."""
+
+    request_id: str | None
+    place: int
+
+
+@attrs.frozen
+class RequestEnded:
+    """It left the place. ``maker``: what its passes were made by."""
+
+    request_id: str | None
+    place: int
+    maker: int
+
+
+@attrs.frozen
 class PassStarted:
-    """A pass entered its component and waits for a walk."""
+    """A pass entered ``component`` and waits for a walk. ``maker`` is the same for all passes of a request.
+
+    ``request_id`` None: the model was called directly.
+    """
 
     pass_id: int
+    component: str
+    maker: int
+    request_id: str | None
 
 
 @attrs.frozen
@@ -70,9 +93,10 @@ class BlockReady:
 
 @attrs.frozen
 class WalkStarted:
-    """A walk began, for these passes."""
+    """A walk over ``component`` began, for these passes."""
 
     walk_id: int
+    component: str
     pass_ids: tuple[int, ...]
 
 
@@ -136,10 +160,12 @@ class EngineFailed:
 
 
 #: What passes ring the doorbell with.
-PassMessage = PassStarted | BlockWanted | BlockLeft | PassEnded | DeviceFailed
+PassMessage = RequestStarted | RequestEnded | PassStarted | BlockWanted | BlockLeft | PassEnded | DeviceFailed
 #: What observers are told.
 ObservedEvent = (
-    PassStarted
+    RequestStarted
+    | RequestEnded
+    | PassStarted
     | BlockWanted
     | BlockLeft
     | PassEnded

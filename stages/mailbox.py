@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import threading
 
-from streamflow.stages.errors import EngineBrokenError, StopForward
+from streamflow.stages.errors import EngineBrokenError, EngineClosedError, StopForward
 from streamflow.stages.events import BlockReady
 
 
 class Mailbox:
     """Block-ready messages from the loop to one compute thread.
 
-    The thread calls `begin`, `take`, `ask`, `wait` and `check`; the loop calls `post`; anyone calls `stop` and
-    `break_off`. Every wait ends by ready, stop or broken. It holds at most one message for each slot of the window.
+    The thread calls `begin`, `take`, `ask`, `wait` and `check`; the loop calls `post`; anyone calls `stop`, `break_off`
+    and `close`. Every wait ends by ready, stop, broken or closed. It holds at most one message for each slot of the
+    window.
     """
 
     def __init__(self) -> None:
@@ -25,6 +26,7 @@ class Mailbox:
         self._serial = 0
         self._stopped = False
         self._broken: BaseException | None = None
+        self._closed = False
 
     def begin(self, pass_id: int) -> None:
         """Forget the last pass; from now on only messages for ``pass_id`` are kept."""
@@ -65,6 +67,7 @@ class Mailbox:
 
         :raises StopForward: if the request is stopped.
         :raises EngineBrokenError: if the engine failed.
+        :raises EngineClosedError: if the engine is closed.
         """
         while True:
             with self._lock:
@@ -79,8 +82,9 @@ class Mailbox:
 
         :raises StopForward: if the request is stopped.
         :raises EngineBrokenError: if the engine failed.
+        :raises EngineClosedError: if the engine is closed.
         """
-        if self._stopped or self._broken is not None:
+        if self._stopped or self._closed or self._broken is not None:
             self._check()
 
     def _check(self) -> None:
@@ -88,6 +92,8 @@ class Mailbox:
             raise EngineBrokenError(self._broken) from self._broken
         if self._stopped:
             raise StopForward
+        if self._closed:
+            raise EngineClosedError
 
     def stop(self) -> None:
         """End the running request at its next block boundary, or in its wait."""
@@ -101,13 +107,19 @@ class Mailbox:
             self._broken = error
             self._ring()
 
+    def close(self) -> None:
+        """End this and every later request: nobody is there any more to answer."""
+        with self._lock:
+            self._closed = True
+            self._ring()
+
     def _ring(self) -> None:
         # under the lock, so that no two ring at once
         if self._bell.locked():
             self._bell.release()
 
     def reset(self) -> None:
-        """Forget a `stop`: the next request begins. A failure stays."""
+        """Forget a `stop`: the next request begins. A failure stays, and so does a `close`."""
         with self._lock:
             self._ready.clear()
             self._pass_id = None

@@ -17,7 +17,8 @@ from streamflow.stages.places import Place
 from streamflow.stages.slots import Window
 from streamflow.stages.threads import ThreadCrew, open_tasks
 from streamflow.stages.transfers.base import Transfer
-from streamflow.stages.walks import WalkPlanner, WalkSource
+from streamflow.stages.walk_sources import SharedWalks, WalkSource
+from streamflow.stages.walks import WalkPlanner
 
 #: Makes the transfer, on the loop, with the streams and threads that it may use.
 OpenTransfer = Callable[[Device, Stream, ThreadCrew], Awaitable[Transfer]]
@@ -47,25 +48,28 @@ async def open_engine(
     *,
     device: Device,
     crew: ThreadCrew,
-    images: Mapping[int, BlockImage],
+    components: Mapping[str, Mapping[int, BlockImage]],
     residents: Sequence[int],
     options: EngineOptions,
     open_transfer: OpenTransfer,
     binder: Binder,
     walk_source: WalkSource | None = None,
 ) -> AsyncIterator[Engine]:
-    """An engine over ``images`` (by block, in expected execution order); ``residents`` are loaded once and stay.
+    """An engine over ``components``: for each, by name, the images of its blocks, in expected execution order. Blocks
+    are integers, each in one component. ``residents`` are loaded once and stay.
 
     ``device`` is open and ``crew`` runs; both stay the caller's. The caller sees to it that no pass runs any more when
     it leaves. Leaving, in this order and also under cancellation: fetches under way are finished, device work is
-    drained, blocks are unbound, buffers are freed.
+    drained, blocks are unbound, buffers are freed. An error of the body leaves as it is, whatever happens then.
 
     :raises DeviceMemoryError: if window and residents do not fit.
     :raises SourceReadError: if a resident cannot be read.
     """
+    images = {block: image for blocks in components.values() for block, image in blocks.items()}
     streamed = {block: image for block, image in images.items() if block not in set(residents)}
     num_slots = min(options.window_slots, len(streamed))
-    planner = WalkPlanner(tuple(streamed), num_slots, walk_source)
+    orders = {name: [block for block in blocks if block in streamed] for name, blocks in components.items()}
+    planner = WalkPlanner(orders, num_slots, walk_source or SharedWalks(options.num_places))
     copy_stream = device.open_copy_stream("copy")
     parts = _Parts(device, binder, copy_stream)
     try:
@@ -97,11 +101,14 @@ async def open_engine(
             finally:
                 engine.stop_serving()
                 nursery.cancel_scope.cancel()
-    finally:
+    except BaseException as failure:
         try:
-            await crew.call_through(parts.drain)
-        finally:
-            parts.release()
+            await parts.give_back(crew)
+        except Exception as second:  # what led here is what the caller must hear of
+            failure.add_note(f"closing the engine failed, too: {type(second).__name__}: {second}")
+        raise
+    else:
+        await parts.give_back(crew)
 
 
 def _open_place(device: Device, crew: ThreadCrew, index: int, options: EngineOptions) -> Place:
@@ -140,6 +147,13 @@ class _Parts:
                 await crew.call(resident.event.wait, name="waiting for a resident")
         except DeviceStreamError as failure:
             raise failure.cause from failure
+
+    async def give_back(self, crew: ThreadCrew) -> None:
+        """Wait until the device is done with everything, then release all of it, whatever interrupts or fails."""
+        try:
+            await crew.call_through(self.drain)
+        finally:
+            self.release()
 
     def drain(self) -> None:
         """Wait, in a thread, until the device is done with everything. What failed there has been told before."""

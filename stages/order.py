@@ -38,10 +38,12 @@ class BlockOrder:
         """Whether a pass at ``position`` is expected to visit ``block`` yet."""
         return self._last.get(block, -1) >= position
 
-    def ahead(self, position: int, num_blocks: int) -> list[int]:
-        """The next distinct blocks from ``position`` on, around the end into the next pass; at most ``num_blocks``."""
+    def ahead(self, position: int, num_blocks: int, following: Sequence[int] | None = None) -> list[int]:
+        """The next distinct blocks from ``position`` on, around the end into the next pass, which visits ``following``
+        (None: as this one does); at most ``num_blocks``.
+        """
         distinct: dict[int, None] = {}
-        for visits in (self.visits[position:], self.visits):
+        for visits in (self.visits[position:], self.visits if following is None else following):
             for block in visits:
                 if len(distinct) >= num_blocks:
                     return list(distinct)

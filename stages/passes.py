@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Mapping
 
@@ -31,12 +32,14 @@ class Pass:
     def __init__(
         self,
         pass_id: int,
+        component: str,
         place: Place,
         window: Window,
         residents: Mapping[int, Event],
         ring: Callable[[PassMessage], None],
     ) -> None:
         self.pass_id = pass_id
+        self._component = component
         self._place = place
         self._window = window
         self._residents = residents
@@ -48,7 +51,7 @@ class Pass:
     def begin(self) -> None:
         """Wait for a walk from now on."""
         self._place.mailbox.begin(self.pass_id)
-        self._ring(PassStarted(self.pass_id))
+        self._ring(PassStarted(self.pass_id, self._component, threading.get_ident(), self._place.request_id))
 
     def enter(self, block: int) -> None:
         """Return when the thread may issue the block's work.

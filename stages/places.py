@@ -34,7 +34,7 @@ class WaitTimes:
 
 
 class Place:
-    """A worker thread, a compute stream and a mailbox. One request at a time occupies it.
+    """A worker thread, a compute stream and a mailbox. One request at a time occupies it, ``request_id`` if it has one.
 
     A request that brings its own thread (a direct call of the model) uses the stream and the mailbox from there.
     """
@@ -45,6 +45,7 @@ class Place:
         self.thread = thread
         self.mailbox = Mailbox()
         self.waits = WaitTimes()
+        self.request_id: str | None = None
         self._run_ahead_blocks = run_ahead_blocks
         self._issued: deque[Event] = deque()
 

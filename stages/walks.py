@@ -1,8 +1,9 @@
 """The walk planner: which passes walk together, what to fetch into which slot, what to drop. Pure: no torch, no clock.
 
-A pass is one forward call of a component; a walk serves every pass that joined it. The planner lives on the event loop
-and is told what the passes did (`join`, `want`, `left`, `end`) and what the transfers did (`fetched`); `decide` then
-says what to do. Its promises, held by property tests:
+A pass is one forward call of a component; a walk is over one component's blocks and serves every pass that joined it.
+Several components share the window; one walk is under way at a time. The planner lives on the event loop and is told
+what the passes did (`join`, `want`, `left`, `end`, `gone`) and what the transfers did (`fetched`); `decide` then says
+what to do. Its promises, held by property tests:
 
 - a block is in at most one slot at a time;
 - a slot is given to another block only when no pass may still be inside the old one: a pass that was told of a block
@@ -13,12 +14,13 @@ says what to do. Its promises, held by property tests:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Protocol
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import attrs
 
 from streamflow.stages.order import BlockOrder
+from streamflow.stages.returns import Returns
+from streamflow.stages.walk_sources import ImmediateWalks, WaitingPass, WalkSource
 
 
 @attrs.frozen
@@ -53,39 +55,23 @@ class Claim:
 
 @attrs.frozen
 class Walk:
-    """A walk that started, with the passes that go together."""
+    """A walk over ``component`` that started at ``started_at``, with the passes that go together."""
 
     walk_id: int
+    component: str
     pass_ids: tuple[int, ...]
+    started_at: float
 
 
 @attrs.frozen
 class Decision:
-    """What to do now, in this order."""
+    """What to do now, in this order. ``again_at``: when to decide again if nothing happens before; None: not at all."""
 
     started: Walk | None
     ended: int | None
     fetches: tuple[Fetch, ...]
     claims: tuple[Claim, ...]
-
-
-class WalkSource(Protocol):
-    """Says when waiting passes start a walk. Replaceable: ranks agree on walks, one process need not."""
-
-    def next_walk(self, waiting: Sequence[int]) -> Sequence[int]:
-        """The passes, out of ``waiting`` (oldest first), that start a walk now; empty to wait on. Called only when
-        no walk is under way.
-        """
-
-
-@attrs.frozen
-class ImmediateWalks:
-    """Everyone who waits walks together, as soon as ``min_passes`` wait."""
-
-    min_passes: int = 1
-
-    def next_walk(self, waiting: Sequence[int]) -> Sequence[int]:
-        return waiting if len(waiting) >= self.min_passes else ()
+    again_at: float | None
 
 
 @attrs.define
@@ -98,6 +84,9 @@ class _Slot:
 
 @attrs.define
 class _Pass:
+    component: str
+    maker: int | None
+    since: float
     position: int = 0
     visited: list[int] = attrs.field(factory=list)
     wanted: int | None = None
@@ -107,30 +96,35 @@ class _Pass:
 
 
 class WalkPlanner:
-    """Decides for one window of ``num_slots`` slots over ``order``, the streamed blocks in expected execution order.
+    """Decides for one window of ``num_slots`` slots over ``orders``: for each component, by name, its streamed blocks
+    in expected execution order.
 
-    Blocks are any distinct integers. One owner, one thread.
+    Blocks are any integers; no two components have one in common. Times are seconds of any one clock, which is the
+    caller's. One owner, one thread.
 
-    :raises ValueError: if there are blocks and no slot.
+    :raises ValueError: if there are blocks and no slot, or if a block is in two components.
     """
 
-    def __init__(self, order: Sequence[int], num_slots: int, source: WalkSource | None = None) -> None:
-        if order and num_slots < 1:
-            raise ValueError(f"{len(set(order))} blocks are to be streamed but the window has {num_slots} slots")
-        self._order = BlockOrder(order)
-        self._blocks = frozenset(order)
+    def __init__(self, orders: Mapping[str, Sequence[int]], num_slots: int, source: WalkSource | None = None) -> None:
+        self._orders = {component: BlockOrder(order) for component, order in orders.items()}
+        self._blocks = {component: frozenset(order) for component, order in orders.items()}
+        _check_blocks(self._blocks.values(), num_slots)
         self._slots = [_Slot() for _ in range(num_slots)]
         self._source: WalkSource = source if source is not None else ImmediateWalks()
         self._waiting: dict[int, _Pass] = {}
         self._walking: dict[int, _Pass] = {}
+        self._returns = Returns()
         self._walk: Walk | None = None
+        self._component = next(iter(orders), "")
         self._num_walks = 0
         self._num_wants = 0
 
-    @property
-    def order(self) -> tuple[int, ...]:
-        """The visits that the next pass is expected to make."""
-        return self._order.visits
+    def order_of(self, component: str) -> tuple[int, ...]:
+        """The visits that the next pass of ``component`` is expected to make.
+
+        :raises KeyError: if there is no such component.
+        """
+        return self._orders[component].visits
 
     @property
     def num_walks(self) -> int:
@@ -147,25 +141,33 @@ class WalkPlanner:
 
     # What the passes did
 
-    def join(self, pass_id: int) -> None:
-        """A pass begins and waits for a walk."""
-        self._waiting[pass_id] = _Pass()
+    def join(self, pass_id: int, component: str, *, maker: int | None = None, now: float = 0.0) -> None:
+        """A pass begins and waits for a walk. ``maker``: what it has in common with the request's other passes.
+
+        :raises KeyError: if there is no such component.
+        """
+        if component not in self._orders:
+            raise KeyError(component)
+        self._waiting[pass_id] = _Pass(component, maker, now)
+        if maker is not None:
+            self._returns.began(maker, component, now)
 
     def want(self, pass_id: int, block: int, serial: int) -> None:
         """The pass stands before ``block`` and takes nothing but an answer to ``serial``: its claims are void.
 
-        :raises KeyError: if ``block`` is not streamed.
+        :raises KeyError: if ``block`` is not streamed, or not in the pass's component.
         """
-        if block not in self._blocks:
-            raise KeyError(block)
         state = self._state(pass_id)
         if state is None:
             return
+        if block not in self._blocks[state.component]:
+            raise KeyError(block)
+        order = self._orders[state.component]
         self._release_all(pass_id)
         self._num_wants += 1
         state.wanted, state.serial, state.want_rank = block, serial, self._num_wants
-        state.surprising = block not in self._order.ahead(state.position, len(self._slots))
-        state.position = self._order.position_before(block, state.position)
+        state.surprising = block not in order.ahead(state.position, len(self._slots))
+        state.position = order.position_before(block, state.position)
 
     def left(self, pass_id: int, block: int, passed_by: Iterable[int] = ()) -> None:
         """The pass has issued all of the block's work, and will not take its claims on the blocks ``passed_by``."""
@@ -174,13 +176,13 @@ class WalkPlanner:
             return
         state.visited.append(block)
         state.wanted = None
-        state.position = self._order.position_after(block, state.position)
+        state.position = self._orders[state.component].position_after(block, state.position)
         for given_back in (block, *passed_by):
             index = self.slot_of(given_back)
             if index is not None:
                 self._slots[index].claims.discard(pass_id)
 
-    def end(self, pass_id: int, *, completed: bool) -> None:
+    def end(self, pass_id: int, *, completed: bool, now: float = 0.0) -> None:
         """The pass is over. ``completed``: it ran to its end, so its visits are worth learning from."""
         state = self._state(pass_id)
         if state is None:
@@ -188,8 +190,14 @@ class WalkPlanner:
         self._release_all(pass_id)
         self._waiting.pop(pass_id, None)
         self._walking.pop(pass_id, None)
+        if state.maker is not None:
+            self._returns.ended(state.maker, now)
         if completed:
-            self._order.learn(state.visited)
+            self._orders[state.component].learn(state.visited)
+
+    def gone(self, maker: int) -> None:
+        """``maker`` makes no more passes: no walk has to wait for it."""
+        self._returns.gone(maker)
 
     # What the transfers did
 
@@ -200,34 +208,39 @@ class WalkPlanner:
 
     # The decision
 
-    def decide(self) -> Decision:
+    def decide(self, now: float = 0.0) -> Decision:
         """What is to be done after all that was told; doing it is assumed from here on."""
-        ended = self._end_walk()
-        started = self._start_walk()
+        ended = self._end_walk(now)
+        started, again_at = self._start_walk(now)
         # A slow pass that reaches a block as foreseen keeps it, however long a fast one has waited for the slot: it
         # would have to be fetched again. One that stands before a block unforeseen comes after those who waited.
         foreseen = [pass_id for pass_id, state in self._walking.items() if state.wanted is None or not state.surprising]
         claims = tuple(self._claims(foreseen))
         fetches = tuple(self._fetches())
-        return Decision(started, ended, fetches, (*claims, *self._claims(self._walking)))
+        return Decision(started, ended, fetches, (*claims, *self._claims(self._walking)), again_at)
 
-    def _end_walk(self) -> int | None:
-        if self._walk is None or self._walking:
+    def _end_walk(self, now: float) -> int | None:
+        walk = self._walk
+        if walk is None or self._walking:
             return None
-        ended, self._walk = self._walk.walk_id, None
-        return ended
+        self._walk = None
+        self._returns.walked(walk.component, now - walk.started_at)
+        return walk.walk_id
 
-    def _start_walk(self) -> Walk | None:
+    def _start_walk(self, now: float) -> tuple[Walk | None, float | None]:
         if self._walk is not None or not self._waiting:
-            return None
-        chosen = tuple(self._source.next_walk(tuple(self._waiting)))
-        if not chosen:
-            return None
-        for pass_id in chosen:
+            return None, None
+        waiting = [WaitingPass(pass_id, state.component, state.since) for pass_id, state in self._waiting.items()]
+        choice = self._source.next_walk(waiting, self._returns, now)
+        if not choice.pass_ids:
+            return None, choice.again_at
+        for pass_id in choice.pass_ids:
             self._walking[pass_id] = self._waiting.pop(pass_id)
         self._num_walks += 1
-        self._walk = Walk(self._num_walks, chosen)
-        return self._walk
+        component = self._walking[choice.pass_ids[0]].component
+        self._walk = Walk(self._num_walks, component, choice.pass_ids, now)
+        self._component = component
+        return self._walk, None
 
     def _fetches(self) -> Iterator[Fetch]:
         desired = self._desired()
@@ -247,10 +260,20 @@ class WalkPlanner:
         """The blocks that the window should hold, most urgent first."""
         wanted = sorted((p.want_rank, p.wanted) for p in self._walking.values() if p.wanted is not None)
         chosen = dict.fromkeys(block for _, block in wanted)
-        slowest = min((p.position for p in self._walking.values()), default=0)
-        for block in self._order.ahead(slowest, len(self._slots)):
+        for block in self._foreseen():
             chosen.setdefault(block)
         return list(chosen)[: len(self._slots)]
+
+    def _foreseen(self) -> list[int]:
+        """The blocks that are needed next, if all goes as expected: of this walk, and then of the next."""
+        oldest = next(iter(self._waiting.values()), None)
+        following = self._orders.get(self._component if oldest is None else oldest.component)
+        if following is None:
+            return []
+        if not self._walking:
+            return following.ahead(0, len(self._slots))
+        slowest = min(p.position for p in self._walking.values())
+        return self._orders[self._component].ahead(slowest, len(self._slots), following.visits)
 
     def _free_slot(self, desired: Sequence[int]) -> int | None:
         for index, slot in enumerate(self._slots):
@@ -272,7 +295,7 @@ class WalkPlanner:
                     continue
                 if slot.block == state.wanted or self._may_run_ahead(pass_id, state, slot.block):
                     slot.claims.add(pass_id)
-                    rank = self._order.position_before(slot.block, state.position)
+                    rank = self._orders[state.component].position_before(slot.block, state.position)
                     yield Claim(pass_id, slot.block, index, slot.generation, state.serial, rank)
 
     def _may_run_ahead(self, pass_id: int, state: _Pass, block: int) -> bool:
@@ -281,8 +304,9 @@ class WalkPlanner:
             index = self.slot_of(state.wanted)
             if index is None or pass_id not in self._slots[index].claims:
                 return False
-        is_near = block in self._order.ahead(state.position, len(self._slots))
-        return is_near and self._order.comes_after(block, state.position)
+        order = self._orders[state.component]
+        is_near = block in order.ahead(state.position, len(self._slots))
+        return is_near and order.comes_after(block, state.position)
 
     def _state(self, pass_id: int) -> _Pass | None:
         return self._walking.get(pass_id) or self._waiting.get(pass_id)
@@ -290,3 +314,11 @@ class WalkPlanner:
     def _release_all(self, pass_id: int) -> None:
         for slot in self._slots:
             slot.claims.discard(pass_id)
+
+
+def _check_blocks(components: Iterable[frozenset[int]], num_slots: int) -> None:
+    blocks = [block for component in components for block in component]
+    if blocks and num_slots < 1:
+        raise ValueError(f"{len(set(blocks))} blocks are to be streamed but the window has {num_slots} slots")
+    if len(set(blocks)) < len(blocks):
+        raise ValueError(f"blocks {sorted({b for b in blocks if blocks.count(b) > 1})} are in more than one component")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 import os
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, get_args
@@ -19,12 +20,15 @@ from streamflow.weights.topology import WeightTopology
 Transfer = Literal["auto", "direct", "staged"]
 ResidentPlacement = Literal["spread", "leading"]
 StoreMode = Literal["disabled", "preferred", "required"]
+CloseMode = Literal["cut", "drain"]
 #: ``resident_blocks`` for: every block.
 ALL = "all"
 #: Options that are on or off.
 BOOLEANS = ("pin_host_memory", "remap_after_publish", "poison_freed_slots")
 #: Metadata of an option that is a group of options: its class, which a mapping may describe.
 GROUP = "group"
+#: More places than this would leave too few of the 32 streams that torch has for a device to copies and to others.
+MAX_PLACES = 24
 
 
 def default_packing_threads() -> int:
@@ -63,6 +67,17 @@ class OffloadConfig:
         remap_after_publish: a model that was loaded shows the entry from then on and drops its own copies; False keeps
             them, and streams from them.
         store: where the store is and how it behaves.
+        max_running_requests: requests that may run at once, each in a thread and on a stream of its own. 1 serves one
+            request after the other. The default of 4: with transfers two to three times as long as computing (the usual
+            case of a streamed model), that many passes hide the link; each takes the memory of its activations.
+        max_passes_per_walk: passes that may share a walk, no more than requests may run; None: all of them.
+        max_waiting_requests: requests that may wait for others to end; one more is refused at once.
+        admission_window_s: how long the first pass that waits for a walk waits for others to join it, in seconds. Those
+            who are about to come back from a pass are waited for anyhow.
+        close_mode: what closing does with the requests that run and wait: ``"cut"`` stops them at their next block,
+            ``"drain"`` serves them first.
+        close_deadline_s: how long ``"drain"`` may take before it cuts, in seconds. The default leaves five of the
+            thirty seconds that container managers usually grant.
         poison_freed_slots: fill a slot before it is refilled; for tests.
 
     :raises ConfigurationError: if an option or a combination is not usable; it lists every problem.
@@ -83,6 +98,12 @@ class OffloadConfig:
     store_mode: StoreMode = "disabled"
     remap_after_publish: bool = True
     store: StoreOptions = attrs.field(factory=StoreOptions, metadata={GROUP: StoreOptions})
+    max_running_requests: int = 4
+    max_passes_per_walk: int | None = None
+    max_waiting_requests: int = 1000
+    admission_window_s: float = 0.0
+    close_mode: CloseMode = "cut"
+    close_deadline_s: float = 25.0
     poison_freed_slots: bool = False
 
     def __attrs_post_init__(self) -> None:
@@ -121,6 +142,7 @@ class OffloadConfig:
         values["packing_threads"] = self.effective_packing_threads
         if self.run_ahead_blocks is None:
             values["run_ahead_blocks"] = 2 * self.window_blocks + 2
+        values["max_passes_per_walk"] = self.effective_passes_per_walk
         values["plan"] = None if self.plan is None else attrs.asdict(self.plan)
         values |= {name: attrs.asdict(values[name]) for name in ("topology", "store")}
         return values
@@ -129,6 +151,11 @@ class OffloadConfig:
     def effective_packing_threads(self) -> int:
         """``packing_threads`` with its default filled in."""
         return default_packing_threads() if self.packing_threads is None else self.packing_threads
+
+    @property
+    def effective_passes_per_walk(self) -> int:
+        """``max_passes_per_walk`` with its default filled in."""
+        return self.max_running_requests if self.max_passes_per_walk is None else self.max_passes_per_walk
 
     def torch_device(self) -> torch.device:
         """``device`` with its default filled in."""
@@ -162,6 +189,10 @@ def _problems(config: OffloadConfig) -> list[str]:
         _not_one_of("transfer", config.transfer, get_args(Transfer)),
         _not_one_of("store_mode", config.store_mode, get_args(StoreMode)),
         *(_not_a_bool(name, getattr(config, name)) for name in BOOLEANS),
+        _not_an_int("max_waiting_requests", config.max_waiting_requests, minimum=0),
+        *_walk_problems(config),
+        *(_not_seconds(name, getattr(config, name)) for name in ("admission_window_s", "close_deadline_s")),
+        _not_one_of("close_mode", config.close_mode, get_args(CloseMode)),
         _not_a_plan(config.plan),
         *_device_problems(config),
     ]
@@ -174,6 +205,26 @@ def _not_an_int(name: str, value: Any, *, minimum: int, optional: bool = False) 
     if isinstance(value, bool) or not isinstance(value, int):
         return f"{name} must be an integer{' or None' if optional else ''}, not {value!r}"
     return f"{name} is {value} but must be at least {minimum}" if value < minimum else None
+
+
+def _walk_problems(config: OffloadConfig) -> list[str | None]:
+    places, passes = config.max_running_requests, config.max_passes_per_walk
+    problems = [
+        _not_an_int("max_running_requests", places, minimum=1),
+        _not_an_int("max_passes_per_walk", passes, minimum=1, optional=True),
+    ]
+    if not any(problems):
+        if places > MAX_PLACES:
+            problems.append(f"max_running_requests is {places} but may be at most {MAX_PLACES}: each needs a stream")
+        if passes is not None and passes > places:
+            problems.append(f"max_passes_per_walk is {passes} but only max_running_requests={places} can have a pass")
+    return problems
+
+
+def _not_seconds(name: str, value: Any) -> str | None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return f"{name} must be a number of seconds, not {value!r}"
+    return None if 0 <= value < math.inf else f"{name} is {value} but must be 0 or more seconds"
 
 
 def _not_resident_count(value: Any) -> str | None:

@@ -96,6 +96,48 @@ class LoopThreadError(StreamflowError, RuntimeError):
         )
 
 
+class OverloadedError(StreamflowError, RuntimeError):
+    """A request was refused at once: ``running`` and ``waiting`` requests are there, and ``limit`` may wait."""
+
+    def __init__(self, running: int, waiting: int, limit: int) -> None:
+        self.running, self.waiting, self.limit = running, waiting, limit
+        super().__init__(
+            f"{running} requests run and {waiting} wait, and no more than {limit} may wait; ask again later, or raise "
+            "max_waiting_requests (a longer queue) or max_running_requests (more activations on the device)"
+        )
+
+
+class DeadlineExceededError(StreamflowError, TimeoutError):
+    """A request was not done ``deadline_s`` seconds after it was made; ``phase``: it was ``waiting`` or ``running``."""
+
+    def __init__(self, request_id: str, deadline_s: float, phase: str) -> None:
+        self.request_id: str | None = request_id
+        self.deadline_s, self.phase = deadline_s, phase
+        super().__init__(
+            f"request {request_id!r} was still {phase} at its deadline of {deadline_s:g} s; give it a later deadline, "
+            "or admit fewer requests (max_waiting_requests)"
+        )
+
+
+class RequestReusedError(StreamflowError, RuntimeError):
+    """A request was run a second time; ``request_id`` names it."""
+
+    def __init__(self, request_id: str) -> None:
+        self.request_id: str | None = request_id
+        super().__init__(f"request {request_id!r} was run already; make another one with offload.request()")
+
+
+class ForkedOffloadError(StreamflowError, RuntimeError):
+    """An offload that process ``opened_by`` opened was used in ``used_by``, which was forked from it."""
+
+    def __init__(self, opened_by: int, used_by: int) -> None:
+        self.opened_by, self.used_by = opened_by, used_by
+        super().__init__(
+            f"the offload was opened by process {opened_by} and is used by process {used_by}, which was forked from it "
+            "and has none of its threads; open the offload after forking, or start workers with 'spawn'"
+        )
+
+
 class UnsuitableWorkError(StreamflowError, TypeError):
     """What was given to `Offload.run` cannot be called in a thread; ``work`` is its repr."""
 

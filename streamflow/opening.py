@@ -31,6 +31,7 @@ from streamflow.stages.threads import ThreadCrew, open_threads
 from streamflow.stages.transfers.base import Transfer
 from streamflow.stages.transfers.direct import DirectTransfer
 from streamflow.stages.transfers.staged import open_staged
+from streamflow.stages.walk_sources import SharedWalks
 from streamflow.store.reports import StoreReport
 from streamflow.support import check_model, check_not_compiled_whole
 from streamflow.transfer_choice import ChosenTransfer, choose_transfer
@@ -145,17 +146,19 @@ async def _open_attached(
         opened = open_engine(
             device=device,
             crew=crew,
-            images=source.images,
+            components={name: source.images},
             residents=residents,
             options=EngineOptions(
                 window_slots=config.window_blocks,
+                num_places=config.max_running_requests,
                 run_ahead_blocks=config.run_ahead_blocks,
                 poison_freed_slots=config.poison_freed_slots,
             ),
             open_transfer=_transfer_opener(chosen, source, config),
             binder=attachment.binder,
+            walk_source=SharedWalks(config.effective_passes_per_walk, config.admission_window_s),
         )
-        async with opened as engine, _open_admission(engine) as admission:
+        async with opened as engine, _open_admission(engine, config) as admission:
             component = StreamedComponent(name, engine, bound, device, admission)
             modules = [tensors.block.module for tensors in inventory.blocks]
             interceptions = Interceptions(model, modules, component)
@@ -180,12 +183,12 @@ async def _open_attached(
 
 
 @asynccontextmanager
-async def _open_admission(engine: Engine) -> AsyncIterator[Admission]:
-    admission = Admission(engine.places, engine.end_request)
+async def _open_admission(engine: Engine, config: OffloadConfig) -> AsyncIterator[Admission]:
+    admission = Admission(engine.places, engine.end_request, config.max_waiting_requests)
     try:
         yield admission
     finally:
-        await admission.drain()
+        await admission.close()
 
 
 def _backend(device: Device | None, config: OffloadConfig) -> Device:

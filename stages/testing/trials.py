@@ -13,7 +13,7 @@ from streamflow.stages.statistics import EngineStatistics
 from streamflow.stages.testing.blocks import ToyBlocks, toy_blocks
 from streamflow.stages.testing.sim import SimDevice
 from streamflow.stages.testing.walker import open_walker
-from streamflow.stages.walks import ImmediateWalks
+from streamflow.stages.walk_sources import ImmediateWalks
 
 #: Makes the way to open a transfer for these blocks.
 OpenTransferFor = Callable[[ToyBlocks], OpenTransfer]

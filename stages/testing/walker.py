@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 
@@ -22,7 +22,7 @@ from streamflow.stages.threads import ThreadCrew, open_threads, wait_through
 from streamflow.stages.transfers import staged
 from streamflow.stages.transfers.base import Transfer
 from streamflow.stages.transfers.direct import DirectTransfer
-from streamflow.stages.walks import WalkSource
+from streamflow.stages.walk_sources import WalkSource
 
 
 class WrongBytesError(StreamflowError, RuntimeError):
@@ -66,16 +66,20 @@ class Walker:
     ``inside``: called in the compute thread for each block, between entering and leaving (with place and block).
     """
 
-    def __init__(self, engine: Engine, binder: RecordingBinder, blocks: ToyBlocks) -> None:
+    def __init__(
+        self, engine: Engine, binder: RecordingBinder, blocks: ToyBlocks, components: Mapping[str, Sequence[int]]
+    ) -> None:
         self.engine = engine
         self.binder = binder
         self.blocks = blocks
+        self._components = components
         self.inside: Callable[[int, int], None] = lambda place, block: None
 
     async def run(self, *passes_by_place: Sequence[Sequence[int]]) -> int:
         """Run passes, one list for each place, and return the number of visits once the device has done them all.
 
-        A pass is a list of blocks. When a place fails, or this call is cancelled, all places are stopped first.
+        A pass is a list of blocks of one component. When a place fails, or this call is cancelled, all places are
+        stopped first.
 
         :raises WrongBytesError: if a block saw other bytes than its own.
         :raises BaseException: what the first place to fail met.
@@ -113,7 +117,7 @@ class Walker:
             job.done.set()
 
     def _run_pass(self, job: _Job, index: int, visits: Sequence[int]) -> None:
-        running = self.engine.begin_pass(job.place)
+        running = self.engine.begin_pass(job.place, self._component_of(visits))
         completed = False
         try:
             for block in visits:
@@ -121,6 +125,11 @@ class Walker:
             completed = True
         finally:
             running.end(completed=completed)
+
+    def _component_of(self, visits: Sequence[int]) -> str:
+        """The component whose blocks a pass visits; the first one if it visits none."""
+        named = (name for name, blocks in self._components.items() if set(visits) <= set(blocks))
+        return next(named, next(iter(self._components)))
 
     def _visit(self, job: _Job, running: Pass, index: int, block: int) -> None:
         running.enter(block)
@@ -191,23 +200,27 @@ async def open_walker(
     *,
     residents: Sequence[int] = (),
     walk_source: WalkSource | None = None,
+    components: Mapping[str, Sequence[int]] | None = None,
 ) -> AsyncIterator[Walker]:
     """A walker over an engine of its own on ``device``, which it opens and closes.
+
+    ``components``: the blocks of each, by name; None: all blocks are one component's.
 
     :raises LeftBehindError: if the engine left blocks bound or device bytes in use.
     """
     binder = RecordingBinder()
+    named = components if components is not None else {"toy": list(blocks.images)}
     async with open_device(device) as crew:
         async with open_engine(
             device=device,
             crew=crew,
-            images=blocks.images,
+            components={name: {b: blocks.images[b] for b in members} for name, members in named.items()},
             residents=residents,
             options=options,
             open_transfer=open_transfer,
             binder=binder,
             walk_source=walk_source,
         ) as engine:
-            yield Walker(engine, binder, blocks)
+            yield Walker(engine, binder, blocks, named)
         if binder.bound or device.memory().in_use:
             raise LeftBehindError(binder.bound, device.memory().in_use)

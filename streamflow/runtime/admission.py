@@ -1,4 +1,4 @@
-"""Admission: requests wait, first come first served, for the thread of a place to serve them.
+"""Admission: requests wait, the most urgent first, for the thread of a place to serve them.
 
 A place is occupied by its own thread and by nobody else, so no caller can lose one, wherever an exception meets it: a
 cancellation while it waits, an interrupt between two of its instructions. All that callers do is to put themselves into
@@ -7,14 +7,19 @@ the queue, and to say that they go.
 
 from __future__ import annotations
 
+import itertools
 import queue
 import threading
+import time
+from bisect import insort
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Protocol
 
+import anyio
 import attrs
 
+from streamflow.errors import OverloadedError
 from streamflow.stages.errors import EngineClosedError
 from streamflow.stages.places import Place
 from streamflow.stages.signals import LoopEvent
@@ -22,8 +27,8 @@ from streamflow.stages.threads import more_urgent, wait_through
 
 
 class Occupant(Protocol):
-    """What occupies a place. A place's thread calls `serve` or `refuse`, once, and then `over`; after `Admission.leave`
-    came in time, nothing.
+    """What occupies a place. A place's thread calls `serve`, once, and then `over`; where admission is closed first,
+    `refuse` and `over` are called. After `Admission.leave` came in time, nothing is.
     """
 
     def serve(self, place: Place) -> None:
@@ -38,23 +43,56 @@ class Occupant(Protocol):
 
 @attrs.define(eq=False)
 class Turn:
-    """An occupant's turn: it waits, has a place, and is over."""
+    """An occupant's turn: it waits, has a place, and is over.
+
+    Of those that wait, the highest ``priority`` comes first, and among equals whoever came first. Two turns that have
+    an element of ``exclusive`` in common are not served at the same time.
+    """
 
     occupant: Occupant
+    number: int
+    priority: int = 0
+    request_id: str | None = None
+    exclusive: frozenset[int] = frozenset()
     waits: bool = True
+    withdrawn: bool = False
     place: Place | None = None
+    stopped_at: float | None = None
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """By which turns are sorted."""
+        return (-self.priority, self.number)
+
+
+@attrs.frozen
+class Occupancy:
+    """Who has a place and who waits for one, by request id (None: a direct call); the waiting ones in their order.
+
+    ``longest_stop_s``: the longest that anybody needed to end after being told to stop.
+    """
+
+    running: tuple[str | None, ...]
+    waiting: tuple[str | None, ...]
+    longest_stop_s: float
 
 
 class Admission:
-    """Lets the places' threads serve occupants until `drain`. ``clean`` runs in them after each; it must not fail."""
+    """Lets the places' threads serve occupants until `close`. ``clean`` runs in them after each; it must not fail.
 
-    def __init__(self, places: Sequence[Place], clean: Callable[[Place], None]) -> None:
+    No more than ``max_waiting`` occupants wait while all places are occupied.
+    """
+
+    def __init__(self, places: Sequence[Place], clean: Callable[[Place], None], max_waiting: int) -> None:
         self._clean = clean
-        self._arrivals: queue.SimpleQueue[Turn | None] = queue.SimpleQueue()
-        self._num_gone = 0
+        self._max_waiting = max_waiting
+        self._numbers = itertools.count()
+        self._waiting: list[Turn] = []
         self._running: dict[int, Turn] = {}
         self._closed = False
+        self._longest_stop_s = 0.0
         self._lock = threading.Lock()
+        self._wakes: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._ended = {place.index: LoopEvent() for place in places}
         for place in places:
             place.thread.submit(partial(self._work, place))
@@ -67,20 +105,50 @@ class Admission:
     @property
     def num_waiting(self) -> int:
         """Occupants that wait for one."""
-        return 0 if self._closed else max(0, self._arrivals.qsize() - self._num_gone)
+        return len(self._waiting)
 
-    def enter(self, occupant: Occupant) -> Turn:
-        """Queue ``occupant``. From any thread; never blocks.
+    def occupancy(self) -> Occupancy:
+        """Who runs and who waits now. From any thread."""
+        with self._lock:
+            return Occupancy(
+                tuple(turn.request_id for turn in self._running.values()),
+                tuple(turn.request_id for turn in self._waiting),
+                self._longest_stop_s,
+            )
+
+    def enter(
+        self,
+        occupant: Occupant,
+        *,
+        priority: int = 0,
+        request_id: str | None = None,
+        exclusive: frozenset[int] = frozenset(),
+    ) -> Turn:
+        """Queue ``occupant``; see `Turn`. From any thread; never blocks.
 
         :raises EngineClosedError: if admission is closed.
+        :raises OverloadedError: if as many wait as may.
         """
-        turn = Turn(occupant)
-        if not self._closed:
-            self._arrivals.put(turn)
-            # closed meanwhile: perhaps no place looks into the queue any more, perhaps one refuses right now
-            if not self._closed or not self.leave(turn):
-                return turn
-        raise EngineClosedError
+        turn = Turn(occupant, next(self._numbers), priority, request_id, exclusive)
+        try:
+            with self._lock:
+                self._check_room()
+                insort(self._waiting, turn, key=lambda other: other.rank)
+        finally:
+            self._wake()  # also when interrupted: a turn that waits unseen would hold up the next
+        return turn
+
+    def _check_room(self) -> None:
+        if self._closed:
+            raise EngineClosedError
+        running, waiting = len(self._running), len(self._waiting)
+        if running + waiting >= len(self._ended) + self._max_waiting:
+            raise OverloadedError(running, waiting, self._max_waiting)
+
+    def position(self, turn: Turn) -> int | None:
+        """How many come before the turn, which waits; None if it does not wait (any more). From any thread."""
+        with self._lock:
+            return self._waiting.index(turn) if turn.waits and turn in self._waiting else None
 
     def leave(self, turn: Turn) -> bool:
         """Give the turn up: withdraw the occupant if it still waits, else stop its forward (and no other one) at the
@@ -88,58 +156,93 @@ class Admission:
         """
         with self._lock:
             if turn.waits:
-                turn.waits = False
-                self._num_gone += 1
+                turn.waits, turn.withdrawn = False, True
+                self._waiting.remove(turn)
                 return True
             if turn.place is not None:
+                turn.stopped_at = turn.stopped_at or time.monotonic()
                 turn.place.mailbox.stop()
             return False
 
-    async def drain(self) -> None:
-        """Refuse everyone from here on, stop those who are served, and return once every place is free. Idempotent.
+    async def close(self, grace_s: float = 0.0) -> None:
+        """Admit nobody from here on, serve those who run and wait for ``grace_s`` seconds at most, then refuse those
+        who wait and stop those who run; return once every place is free. Idempotent.
 
-        What interrupts the wait is raised after it.
+        A cancellation ends the time of grace; it, and what else interrupts the wait, is raised after all that.
         """
         with self._lock:
-            first, self._closed = not self._closed, True
-            running = tuple(self._running.values())
-        for turn in running:
-            self.leave(turn)
-        if first:
-            for _ in self._ended:
-                self._arrivals.put(None)
+            self._closed = True
+        self._wake()
         absorbed: BaseException | None = None
+        try:
+            with anyio.move_on_after(grace_s):
+                await self._all_ended()
+        except BaseException as interruption:
+            absorbed = interruption
+        self._cut()
         for ended in self._ended.values():
-            interruption = await wait_through(ended)
-            absorbed = interruption if absorbed is None else more_urgent(absorbed, interruption)
+            another = await wait_through(ended)
+            absorbed = another if absorbed is None else more_urgent(absorbed, another)
         if absorbed is not None:
             raise absorbed
+
+    async def _all_ended(self) -> None:
+        for ended in self._ended.values():
+            await ended.wait()
+
+    def _cut(self) -> None:
+        with self._lock:
+            refused = [turn for turn in self._waiting if turn.waits]
+            self._waiting.clear()
+            for turn in refused:
+                turn.waits = False
+            running = tuple(self._running.values())
+        for turn in refused:
+            turn.occupant.refuse()
+            turn.occupant.over()
+        for turn in running:
+            self.leave(turn)
 
     # In the places' threads
 
     def _work(self, place: Place) -> None:
         try:
-            while (turn := self._arrivals.get()) is not None:
-                self._take(turn, place)
+            while (turn := self._next(place)) is not None:
+                self._serve(turn, place)
+                turn.occupant.over()
                 del turn  # it holds what the caller gave and got, and the next one may be hours away
         finally:
             self._ended[place.index].set()
 
-    def _take(self, turn: Turn, place: Place) -> None:
-        with self._lock:
-            if not turn.waits:
-                self._num_gone -= 1
-                return
+    def _next(self, place: Place) -> Turn | None:
+        """The turn that is next, which has the place now; blocks while there is none. None: there will be none."""
+        while True:
+            with self._lock:
+                turn = self._take_first(place)
+                is_over = turn is not None or (self._closed and not self._waiting)
+            if is_over:
+                self._wake()
+                return turn
+            self._wakes.get()
+
+    def _wake(self) -> None:
+        """Let a place that sleeps look for turns.
+
+        A hint: whoever is awake looks before it sleeps. Who takes a turn, or ends, passes one on, because what kept
+        others from serving the rest may be gone. As many as there are places wake them all, so more are not kept.
+        """
+        if self._wakes.qsize() < len(self._ended):
+            self._wakes.put(None)
+
+    def _take_first(self, place: Place) -> Turn | None:
+        taken = frozenset[int]().union(*(turn.exclusive for turn in self._running.values()))
+        turn = next((turn for turn in self._waiting if not turn.exclusive & taken), None)
+        if turn is not None:
+            self._waiting.remove(turn)
             turn.waits = False
-            refused = self._closed
-            if not refused:
-                self._running[place.index] = turn
-                turn.place = place
-        if refused:
-            turn.occupant.refuse()
-        else:
-            self._serve(turn, place)
-        turn.occupant.over()
+            turn.place, place.request_id = place, turn.request_id
+            self._running[place.index] = turn
+        return turn
 
     def _serve(self, turn: Turn, place: Place) -> None:
         try:
@@ -148,4 +251,8 @@ class Admission:
             with self._lock:
                 turn.place = None  # whoever gives the turn up from here on is too late to stop anything
             self._clean(place)
-            del self._running[place.index]
+            with self._lock:
+                if turn.stopped_at is not None:
+                    self._longest_stop_s = max(self._longest_stop_s, time.monotonic() - turn.stopped_at)
+                place.request_id = None
+                del self._running[place.index]

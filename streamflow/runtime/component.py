@@ -56,6 +56,7 @@ class StreamedComponent:
         """
         self._state.place = place
         try:
+            self._engine.begin_request(place)
             self._follow(caller, place)
             with place.stream.activate():
                 try:
@@ -109,6 +110,7 @@ class StreamedComponent:
             caller = self._device.caller_stream()
             self._state.place = place
             try:
+                self._engine.begin_request(place)
                 self._follow(caller, place)
                 with place.stream.activate():
                     return self._pass_in(place, work, whole)
@@ -128,7 +130,7 @@ class StreamedComponent:
         begun: Pass | None = None
         completed = False
         try:
-            self._state.current = begun = self._engine.begin_pass(place)
+            self._state.current = begun = self._engine.begin_pass(place, self._name)
             result = work()
             completed = whole
             return result

@@ -27,6 +27,7 @@ class Loan:
         """Block the calling thread until it has a place.
 
         :raises EngineClosedError: if the offload is closed, or is closed meanwhile.
+        :raises OverloadedError: if as many wait as may.
         """
         turn = admission.enter(self)
         try:

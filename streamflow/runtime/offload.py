@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+import math
+import os
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import Literal, ParamSpec, TypeVar
+from functools import partial
+from typing import Any, Literal, ParamSpec, TypeVar
 
 import attrs
 from anyio.streams.memory import MemoryObjectReceiveStream
 
 from streamflow.config import OffloadConfig
+from streamflow.errors import ConfigurationError, ForkedOffloadError
 from streamflow.interrupts import uninterrupted
 from streamflow.runtime.admission import Admission
 from streamflow.runtime.component import StreamedComponent
+from streamflow.runtime.offload_request import OffloadRequest
+from streamflow.runtime.outcomes import OutcomeCounter
 from streamflow.runtime.requests import Request
 from streamflow.runtime.statistics import OffloadStatistics, TransferChoice
 from streamflow.runtime.work import check_result, check_work
@@ -44,7 +51,8 @@ class ModelSizes:
 class Offload:
     """A model that streams. Made by `streamflow.open_offload` and its kin, which also close it.
 
-    `run` may be awaited from any event loop and by many tasks; one request runs at a time, the others wait in order.
+    `run` may be awaited from any event loop and by many tasks. As many requests run at once as ``max_running_requests``
+    says; those that use the model together walk over its blocks together. The others wait in order.
     """
 
     def __init__(
@@ -67,6 +75,9 @@ class Offload:
         self._choice = choice
         self._sizes = sizes
         self._store_report = store_report
+        self._outcomes = OutcomeCounter()
+        self._numbers = itertools.count(1)
+        self._opened_by = os.getpid()
         self._phase: State = "ready"
 
     @property
@@ -88,29 +99,59 @@ class Offload:
 
         :raises EngineClosedError: if the offload is closed, or is closed meanwhile.
         :raises EngineBrokenError: if the offload is broken, from the cause.
+        :raises OverloadedError: if as many requests wait as may.
+        :raises ForkedOffloadError: if the offload was opened before this process was forked.
         :raises GradientError: if a streamed block is called with gradients enabled.
         :raises UnsuitableWorkError: if ``work`` is not callable, is an async function, or returns a coroutine.
         """
-        check_work(work)
+        return await self.request().run(work, *args, **kwargs)
+
+    def request(
+        self, *, priority: int = 0, deadline_s: float | None = None, request_id: str | None = None
+    ) -> OffloadRequest:
+        """A request with options of its own, to be run once: ``await offload.request(deadline_s=60).run(work, ...)``.
+
+        Of requests that wait, those of higher ``priority`` come first, and equals in their order. ``deadline_s``: how
+        long `run` may take, in seconds, waiting included; None: for ever. ``request_id``: its name; None: a number.
+
+        :raises ConfigurationError: if an option is not usable.
+        """
+        problems = list(_request_problems(priority, deadline_s, request_id))
+        if problems:
+            raise ConfigurationError(problems)
+        return OffloadRequest(
+            self._prepare,
+            self._admission,
+            self._outcomes,
+            request_id=f"request {next(self._numbers)}" if request_id is None else request_id,
+            priority=priority,
+            deadline_s=deadline_s,
+        )
+
+    def _prepare(self, call: partial[Any]) -> Request[Any]:
+        check_work(call.func)
         self._check_open()
         caller = self._device.caller_stream()
 
-        def call() -> Result:
+        def work() -> Any:
             self._check_open()  # again: the request has waited
-            return check_result(work, work(*args, **kwargs))
+            return check_result(call.func, call())
 
-        return await Request(call, lambda place: self._component.request_in(place, caller)).run(self._admission)
+        return Request(work, lambda place: self._component.request_in(place, caller))
 
     def statistics(self) -> OffloadStatistics:
         """Counters and sizes now. Cheap; from any thread."""
+        occupancy = self._admission.occupancy()
         return OffloadStatistics(
             state=self.state,
             device=str(self._device.torch_device),
             choice=self._choice,
             store=self._store_report,
             **attrs.asdict(self._sizes),
-            num_running=self._admission.num_running,
-            num_waiting=self._admission.num_waiting,
+            num_running=len(occupancy.running),
+            num_waiting=len(occupancy.waiting),
+            occupancy=occupancy,
+            outcomes=self._outcomes.counts,
             engine=self._engine.statistics(),
         )
 
@@ -125,15 +166,19 @@ class Offload:
         return self._engine.broadcast.subscribe(capacity)
 
     def _check_open(self) -> None:
+        if os.getpid() != self._opened_by:
+            raise ForkedOffloadError(self._opened_by, os.getpid())
         if self._engine.failure is not None:
             raise EngineBrokenError(self._engine.failure) from self._engine.failure
         if self._phase != "ready":
             raise EngineClosedError
 
     async def drain(self) -> None:
-        """Admit nobody, stop the requests that run, and return when all have ended. For the owner; idempotent."""
+        """Admit nobody; serve or stop the requests that run and wait, as ``close_mode`` says; return when all have
+        ended. For the owner; idempotent.
+        """
         self._phase = "draining"
-        await self._admission.drain()
+        await self._admission.close(self.config.close_deadline_s if self.config.close_mode == "drain" else 0.0)
 
     def fail(self, error: BaseException) -> None:
         """Mark the offload broken: what it streams from is not what it should be. For the owner, on its loop."""
@@ -153,3 +198,14 @@ class Offload:
             f"{self._choice.transfer} from {self._choice.source}, {self._admission.num_running} running, "
             f"{self._admission.num_waiting} waiting>"
         )
+
+
+def _request_problems(priority: object, deadline_s: object, request_id: object) -> Iterator[str]:
+    if isinstance(priority, bool) or not isinstance(priority, int):
+        yield f"priority must be an integer, not {priority!r}"
+    if deadline_s is not None and (isinstance(deadline_s, bool) or not isinstance(deadline_s, (int, float))):
+        yield f"deadline_s must be a number of seconds or None, not {deadline_s!r}"
+    elif deadline_s is not None and not 0 < deadline_s < math.inf:
+        yield f"deadline_s is {deadline_s} but must be more than 0 seconds; None is no deadline"
+    if request_id is not None and (not isinstance(request_id, str) or not request_id):
+        yield f"request_id must be a name or None, not {request_id!r}"

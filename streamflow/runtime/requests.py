@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from typing import Generic, TypeVar
 
-from streamflow.runtime.admission import Admission
+from streamflow.runtime.admission import Admission, Turn
 from streamflow.stages.callers import CallerContext
 from streamflow.stages.errors import EngineClosedError, StopForward
 from streamflow.stages.places import Place
@@ -30,15 +30,14 @@ class Request(Generic[Result]):
         self._finished = LoopEvent()
         self._result: Future[Result] = Future()
 
-    async def run(self, admission: Admission) -> Result:
-        """What ``work`` returns or raises, once the device has done all of it.
+    async def wait(self, admission: Admission, turn: Turn) -> Result:
+        """What ``work`` returns or raises, once the device has done all of it; ``turn`` is what it entered with.
 
         A cancelled call withdraws while it waits for a place. Later it stops the forward at its next block boundary,
         waits for the thread whatever further cancels come, and is cancelled then.
 
-        :raises EngineClosedError: if the offload is closed, or is closed meanwhile.
+        :raises EngineClosedError: if the offload is closed meanwhile.
         """
-        turn = admission.enter(self)
         try:
             await self._finished.wait()
         except BaseException as interruption:

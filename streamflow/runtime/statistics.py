@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import attrs
 
+from streamflow.runtime.admission import Occupancy
+from streamflow.runtime.outcomes import RequestOutcomes
 from streamflow.stages.statistics import EngineStatistics
 from streamflow.store.reports import StoreReport
 
@@ -24,7 +26,7 @@ class OffloadStatistics:
 
     ``model_bytes``: all weights of the model. ``fixed_bytes``: device bytes of what is outside the blocks (0 on a host
     device, where it stays in place). ``host_image_bytes``: private host memory that streamflow itself holds for the
-    blocks. ``num_running`` and ``num_waiting`` are requests.
+    blocks. ``num_running`` and ``num_waiting`` are requests and direct calls; ``occupancy`` says which, in their order.
     """
 
     state: str
@@ -39,4 +41,6 @@ class OffloadStatistics:
     host_image_bytes: int
     num_running: int
     num_waiting: int
+    occupancy: Occupancy
+    outcomes: RequestOutcomes
     engine: EngineStatistics

@@ -172,7 +172,7 @@ class Bench:
         return results[0]
 
     def forward(self, place: Place, visits: Sequence[int], inside: Callable[[int], object]) -> None:
-        running = self.engine.begin_pass(place)
+        running = self.engine.begin_pass(place, "toy")
         completed = False
         try:
             for block in visits:
@@ -231,7 +231,7 @@ async def open_bench(
             async with open_engine(
                 device=device,
                 crew=crew,
-                images=images(num_blocks),
+                components={"toy": images(num_blocks)},
                 residents=residents,
                 options=options,
                 open_transfer=open_transfer,
@@ -361,7 +361,7 @@ async def test_observers_are_told_of_a_pass_from_its_start_to_the_end_of_its_wal
     of_the_walk = of_type(told, PassStarted, WalkStarted, PassEnded, WalkEnded)
     assert [type(event).__name__ for event in of_the_walk] == ["PassStarted", "WalkStarted", "PassEnded", "WalkEnded"]
     assert {event.pass_id for event in of_type(told, PassStarted, PassEnded)} == {1}
-    assert of_type(told, WalkStarted, WalkEnded) == [WalkStarted(1, (1,)), WalkEnded(1)]
+    assert of_type(told, WalkStarted, WalkEnded) == [WalkStarted(1, "toy", (1,)), WalkEnded(1)]
     assert [(event.block, event.generation) for event in of_type(told, FetchStarted)] == [(1, 2), (0, 3)]
     assert [event.block for event in of_type(told, SlotFree)] == [0, 1]
 
@@ -459,7 +459,7 @@ async def test_a_copy_that_fails_on_the_device_breaks_the_engine_for_every_pass(
 
 async def test_whoever_meets_a_failed_copy_finds_the_engine_broken_before_the_loop_hears_of_it() -> None:
     async with open_bench(device=FailingDevice()) as bench:
-        running = await bench.in_place(partial(bench.engine.begin_pass, bench.engine.places[0]))
+        running = await bench.in_place(partial(bench.engine.begin_pass, bench.engine.places[0], "toy"))
         await wait_until(lambda: bench.engine.statistics().num_walks == 1)
         with pytest.raises(EngineBrokenError):
             running.enter(0)  # here, so that the loop has no turn
@@ -551,7 +551,7 @@ async def test_a_pass_that_was_left_open_is_ended_by_the_next_in_its_place() -> 
         with bench.engine.broadcast.subscribe() as channel:
 
             def leave_open() -> int:
-                running = bench.engine.begin_pass(bench.engine.places[0])
+                running = bench.engine.begin_pass(bench.engine.places[0], "toy")
                 running.enter(0)
                 return running.pass_id
 
@@ -565,7 +565,7 @@ async def test_the_end_of_a_request_ends_its_pass_too() -> None:
     async with open_bench() as bench:
         place = bench.engine.places[0]
         with bench.engine.broadcast.subscribe() as channel:
-            await bench.in_place(partial(bench.engine.begin_pass, place))
+            await bench.in_place(partial(bench.engine.begin_pass, place, "toy"))
             await bench.in_place(partial(bench.engine.end_request, place))
             assert not (await next_of(channel, PassEnded)).completed
 
@@ -575,7 +575,7 @@ async def test_ending_twice_is_ending_once() -> None:
         with bench.engine.broadcast.subscribe() as channel:
 
             def end_twice() -> None:
-                running = bench.engine.begin_pass(bench.engine.places[0])
+                running = bench.engine.begin_pass(bench.engine.places[0], "toy")
                 running.end(completed=True)
                 running.end(completed=False)
 
@@ -711,7 +711,7 @@ async def test_a_cancellation_around_the_engine_does_not_stop_it_under_a_pass() 
 
 async def test_what_passes_say_after_closing_is_counted_as_late() -> None:
     async with open_bench() as bench:
-        running = await bench.in_place(partial(bench.engine.begin_pass, bench.engine.places[0]))
+        running = await bench.in_place(partial(bench.engine.begin_pass, bench.engine.places[0], "toy"))
         await wait_until(lambda: bench.engine.statistics().num_passes == 1)
     running.end(completed=False)
     assert bench.engine.statistics().num_late_messages == 1

@@ -24,7 +24,7 @@ from streamflow.stages.testing.blocks import toy_blocks
 from streamflow.stages.testing.sim import SimDevice
 from streamflow.stages.testing.trials import OpenTransferFor
 from streamflow.stages.testing.walker import Walker, open_direct, open_staged, open_walker
-from streamflow.stages.walks import ImmediateWalks
+from streamflow.stages.walk_sources import ImmediateWalks
 
 pytestmark = pytest.mark.anyio
 

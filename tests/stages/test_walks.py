@@ -7,7 +7,9 @@ from collections.abc import Sequence
 import attrs
 import pytest
 
-from streamflow.stages.walks import Claim, Decision, Fetch, ImmediateWalks, WalkPlanner, WalkSource
+from streamflow.stages.returns import Returns
+from streamflow.stages.walk_sources import ImmediateWalks, WaitingPass, WalkChoice, WalkSource
+from streamflow.stages.walks import Claim, Decision, Fetch, WalkPlanner
 
 FULL = tuple(range(9))
 SIZES = [(num_blocks, num_slots) for num_blocks in range(1, 10) for num_slots in range(1, 5)]
@@ -27,7 +29,7 @@ class Desk:
     """A planner, and passes that do one thing at a time."""
 
     def __init__(self, order: Sequence[int], num_slots: int, source: WalkSource | None = None) -> None:
-        self.planner = WalkPlanner(order, num_slots, source)
+        self.planner = WalkPlanner({"toy": order}, num_slots, source)
         self.passes: dict[int, Taken] = {}
         self.fetches: list[Fetch] = []
         self.walks: list[tuple[int, ...]] = []
@@ -54,7 +56,7 @@ class Desk:
 
     def begin(self, pass_id: int) -> Taken:
         self.passes[pass_id] = Taken(pass_id)
-        self.planner.join(pass_id)
+        self.planner.join(pass_id, "toy")
         self.settle()
         return self.passes[pass_id]
 
@@ -181,7 +183,7 @@ def test_step_caches_that_run_only_first_and_last_blocks_cost_a_window_and_are_n
         fetches, num_wants = desk.run(pass_id + 1, FULL)
         assert num_wants == 0
         assert len(fetches) == len(FULL)
-        assert desk.planner.order == FULL
+        assert desk.planner.order_of("toy") == FULL
 
 
 def test_guided_passes_that_run_all_blocks_and_a_subset_in_turn_do_not_unlearn_the_order() -> None:
@@ -189,16 +191,16 @@ def test_guided_passes_that_run_all_blocks_and_a_subset_in_turn_do_not_unlearn_t
     for pass_id in range(1, 9, 2):
         assert desk.run(pass_id, FULL)[1] == 0
         desk.run(pass_id + 1, (0, 1, 2, 5, 6))
-        assert desk.planner.order == FULL
+        assert desk.planner.order_of("toy") == FULL
 
 
 def test_a_model_that_always_skips_is_learned_after_two_passes() -> None:
     desk = Desk(FULL, 2)
     visits = (0, 3, 6)
     assert desk.run(1, visits)[1] == 2
-    assert desk.planner.order == FULL
+    assert desk.planner.order_of("toy") == FULL
     desk.run(2, visits)
-    assert desk.planner.order == visits
+    assert desk.planner.order_of("toy") == visits
     for pass_id in (3, 4):
         fetches, num_wants = desk.run(pass_id, visits)
         assert (sorted(blocks_of(fetches)), num_wants) == (list(visits), 0)
@@ -218,7 +220,7 @@ def test_what_the_forecast_lacks_is_learned_at_once() -> None:
     desk = Desk(FULL, 2)
     backwards = tuple(reversed(FULL))
     assert desk.run(1, backwards)[1] == len(FULL)
-    assert desk.planner.order == backwards
+    assert desk.planner.order_of("toy") == backwards
     assert desk.run(2, backwards)[1] == 0
 
 
@@ -227,7 +229,7 @@ def test_blocks_that_run_twice_in_a_pass_are_fetched_for_each_run_and_then_fores
     visits = (0, 1, 0, 2, 2, 3)
     desk = Desk((0, 1, 2, 3), num_slots)
     desk.run(1, visits)
-    assert desk.planner.order == visits
+    assert desk.planner.order_of("toy") == visits
     fetches, num_wants = desk.run(2, visits)
     assert num_wants == 0
     assert not any(fetch.on_demand for fetch in fetches)
@@ -242,14 +244,14 @@ def test_a_pass_that_failed_teaches_nothing_and_leaves_a_clean_window() -> None:
         desk.visit(pass_id, 7)
         desk.enter(pass_id, 3)
         desk.end(pass_id, completed=False)
-        assert desk.planner.order == FULL
+        assert desk.planner.order_of("toy") == FULL
         assert desk.num_claims() == 0
     assert desk.run(3, FULL)[1] == 0
 
 
 def test_a_fetch_is_on_demand_only_for_a_block_that_was_not_among_the_next() -> None:
-    planner = WalkPlanner(FULL, 2)
-    planner.join(1)
+    planner = WalkPlanner({"toy": FULL}, 2)
+    planner.join(1, "toy")
     planner.decide()
     planner.want(1, 1, serial=1)
     for slot in (0, 1):
@@ -384,8 +386,8 @@ def test_a_pass_that_ends_before_its_walk_began_is_in_none() -> None:
 
 def test_a_walk_source_chooses_who_walks() -> None:
     class NewestFirst:
-        def next_walk(self, waiting: Sequence[int]) -> Sequence[int]:
-            return waiting[-1:] if len(waiting) >= 2 else ()
+        def next_walk(self, waiting: Sequence[WaitingPass], returns: Returns, now: float) -> WalkChoice:
+            return WalkChoice((waiting[-1].pass_id,) if len(waiting) >= 2 else ())
 
     desk = Desk(FULL, 2, NewestFirst())
     for pass_id in (1, 2, 3):
@@ -398,8 +400,8 @@ def test_a_walk_source_chooses_who_walks() -> None:
 
 
 def test_a_fetch_of_an_older_generation_makes_nothing_ready() -> None:
-    planner = WalkPlanner((0, 1), 1)
-    planner.join(1)
+    planner = WalkPlanner({"toy": (0, 1)}, 1)
+    planner.join(1, "toy")
     planner.decide()
     planner.fetched(0, generation=0)
     assert planner.decide().claims == ()
@@ -416,7 +418,7 @@ def test_what_a_pass_says_after_its_end_changes_nothing() -> None:
     desk.planner.end(1, completed=True)
     desk.settle()
     assert len(desk.fetches) == before
-    assert desk.planner.order == FULL
+    assert desk.planner.order_of("toy") == FULL
 
 
 def test_a_block_that_is_not_streamed_is_refused() -> None:
@@ -429,4 +431,4 @@ def test_a_block_that_is_not_streamed_is_refused() -> None:
 @pytest.mark.parametrize("num_slots", [-1, 0])
 def test_blocks_without_slots_are_refused_with_the_numbers(num_slots: int) -> None:
     with pytest.raises(ValueError, match=f"3 blocks .* the window has {num_slots} slots"):
-        WalkPlanner((0, 1, 2), num_slots)
+        WalkPlanner({"toy": (0, 1, 2)}, num_slots)

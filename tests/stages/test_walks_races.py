@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from streamflow.stages.events import BlockReady
 from streamflow.stages.mailbox import Mailbox
-from streamflow.stages.walks import Claim, Decision, Fetch, ImmediateWalks, WalkPlanner
+from streamflow.stages.walk_sources import ImmediateWalks
+from streamflow.stages.walks import Claim, Decision, Fetch, WalkPlanner
 
 
 class Happened:
@@ -172,7 +173,7 @@ class Race:
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
         self.planner = WalkPlanner(
-            tuple(range(setting.num_blocks)), setting.num_slots, ImmediateWalks(setting.min_passes)
+            {"toy": tuple(range(setting.num_blocks))}, setting.num_slots, ImmediateWalks(setting.min_passes)
         )
         self.places = [ModelPlace(scripts, 1 + 100 * i) for i, scripts in enumerate(setting.scripts)]
         self.slots = [ModelSlot() for _ in range(setting.num_slots)]
@@ -262,7 +263,7 @@ class Race:
         match place.outbox.popleft():
             case Join(pass_id):
                 self.joined.add(pass_id)
-                self.planner.join(pass_id)
+                self.planner.join(pass_id, "toy")
             case Want(pass_id, block, serial):
                 self.planner.want(pass_id, block, serial)
             case Left(pass_id, block, passed_by):

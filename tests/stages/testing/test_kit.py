@@ -25,7 +25,7 @@ from streamflow.stages.testing.walker import LeftBehindError, WrongBytesError, o
 from streamflow.stages.threads import ThreadCrew
 from streamflow.stages.transfers.base import Transfer
 from streamflow.stages.transfers.direct import DirectTransfer
-from streamflow.stages.walks import ImmediateWalks
+from streamflow.stages.walk_sources import ImmediateWalks
 
 # The binder
 

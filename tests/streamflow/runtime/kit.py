@@ -26,6 +26,8 @@ Result = TypeVar("Result")
 
 #: Longer than anything here takes on a machine that does other things, too. Whoever waits so long has found a fault.
 PATIENCE_S = 60.0
+#: The mode that serves one request after the other.
+ONE_AT_A_TIME = {"max_running_requests": 1}
 
 
 def wait_for(event: threading.Event) -> None:

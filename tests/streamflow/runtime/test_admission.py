@@ -21,7 +21,7 @@ from streamflow.runtime.requests import Request
 from streamflow.stages.engine import Engine
 from streamflow.stages.places import Place
 from streamflow.stages.signals import loop_waker
-from tests.streamflow.runtime.kit import Stops, Subject, make_subject, until, until_so, wait_for
+from tests.streamflow.runtime.kit import ONE_AT_A_TIME, Stops, Subject, make_subject, until, until_so, wait_for
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(90)]
 
@@ -53,7 +53,7 @@ async def test_many_tasks_of_one_loop_are_served_one_at_a_time() -> None:
     async def ask(offload: Offload) -> None:
         outputs.append(await offload.run(subject.forward))
 
-    async with streamflow.open_offload(subject.model) as offload:
+    async with streamflow.open_offload(subject.model, ONE_AT_A_TIME) as offload:
         async with anyio.create_task_group() as tasks:
             for _ in range(20):
                 tasks.start_soon(ask, offload)
@@ -84,7 +84,7 @@ async def test_tasks_of_several_loops_and_threads_are_served_in_the_order_in_whi
         order.append(name)
         assert subject.forward() == subject.expected
 
-    async with streamflow.open_offload(subject.model) as offload:
+    async with streamflow.open_offload(subject.model, ONE_AT_A_TIME) as offload:
         held = Held(subject)
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(offload.run, partial(work, "first", offload))
@@ -119,7 +119,7 @@ async def test_those_who_give_up_leave_no_hole() -> None:
         with scope:
             await offload.run(work, number)
 
-    async with streamflow.open_offload(subject.model) as offload:
+    async with streamflow.open_offload(subject.model, ONE_AT_A_TIME) as offload:
         held = Held(subject)
         scopes = [anyio.CancelScope() for _ in range(8)]
         async with anyio.create_task_group() as tasks:
@@ -147,7 +147,7 @@ async def test_a_cancellation_just_after_the_forward_ended_does_not_stop_the_nex
         gave_up.set()
         return waited
 
-    async with streamflow.open_offload(subject.model) as offload:
+    async with streamflow.open_offload(subject.model, ONE_AT_A_TIME) as offload:
         with anyio.CancelScope() as scope:
             wake = loop_waker()
 
@@ -171,7 +171,7 @@ async def test_a_cancellation_just_when_the_place_is_given_stops_before_the_firs
 ) -> None:
     subject = make_subject()
     serve = Request.serve
-    async with streamflow.open_offload(subject.model) as offload:
+    async with streamflow.open_offload(subject.model, ONE_AT_A_TIME) as offload:
         with anyio.CancelScope() as scope:
             wake = loop_waker()
 
@@ -191,7 +191,7 @@ async def test_a_cancellation_just_when_the_place_is_given_stops_before_the_firs
 async def test_what_a_request_gave_is_not_kept_for_the_next_hours() -> None:
     """Neither the place's thread nor the admission holds what the caller got."""
     subject = make_subject()
-    async with streamflow.open_offload(subject.model) as offload:
+    async with streamflow.open_offload(subject.model, ONE_AT_A_TIME) as offload:
         result = await offload.run(lambda: subject.model.exit(subject.inputs))  # type: ignore[operator]
         gone = weakref.ref(result)
         del result

@@ -18,7 +18,17 @@ from streamflow import Offload
 from streamflow.stages.devices.cpu import CpuDevice
 from streamflow.stages.mailbox import Mailbox
 from streamflow.stages.signals import loop_waker
-from tests.streamflow.runtime.kit import Script, Stops, Subject, as_task, make_subject, until, until_so, wait_for
+from tests.streamflow.runtime.kit import (
+    ONE_AT_A_TIME,
+    Script,
+    Stops,
+    Subject,
+    as_task,
+    make_subject,
+    until,
+    until_so,
+    wait_for,
+)
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(90)]
 
@@ -207,7 +217,7 @@ async def test_those_behind_a_cancelled_request_are_not_stopped(way: Way, stops:
     async def follow(offload: Offload) -> None:
         outputs.append(await offload.run(subject.forward))
 
-    async with streamflow.open_offload(subject.model) as offload:
+    async with streamflow.open_offload(subject.model, ONE_AT_A_TIME) as offload:
         for boundary in BOUNDARIES:
             reached, queued = threading.Event(), threading.Event()
 

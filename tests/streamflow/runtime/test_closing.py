@@ -19,7 +19,7 @@ from streamflow.stages.devices.cpu import CpuEvent
 from streamflow.stages.errors import EngineClosedError
 from streamflow.stages.mailbox import Mailbox
 from streamflow.stages.testing.held import HeldCpuDevice
-from tests.streamflow.runtime.kit import Stops, Subject, make_subject, until, until_so, wait_for
+from tests.streamflow.runtime.kit import ONE_AT_A_TIME, Stops, Subject, make_subject, until, until_so, wait_for
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(90)]
 
@@ -105,7 +105,7 @@ async def test_those_who_wait_for_a_place_are_refused(stops: Stops) -> None:
         wait_for(stops.told)
 
     subject.script.inside = stay
-    async with closing(subject, HeldCpuDevice()) as (offload, tasks):
+    async with closing(subject, HeldCpuDevice(), **ONE_AT_A_TIME) as (offload, tasks):
         tasks.start_soon(refused, offload, subject)
         await until(in_block)
         for _ in range(3):

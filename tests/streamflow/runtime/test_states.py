@@ -22,7 +22,7 @@ from streamflow.stages.images import MemoryPiece
 from streamflow.weights.pieces import FilePiece
 from tests.streamflow.kit import save_checkpoint, streamflow_threads
 from tests.streamflow.models import seeded
-from tests.streamflow.runtime.kit import Script, Scripted, Stops, Subject, make_subject, until, wait_for
+from tests.streamflow.runtime.kit import ONE_AT_A_TIME, Script, Scripted, Stops, Subject, make_subject, until, wait_for
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(90)]
 
@@ -130,7 +130,7 @@ async def test_a_source_that_fails_breaks_those_who_run_wait_and_come_later(read
             subject.forward()
         assert caught.value.__cause__ is reads.failure
 
-    async with streamflow.open_offload(subject.model, STAGED, device=device) as offload:
+    async with streamflow.open_offload(subject.model, STAGED | ONE_AT_A_TIME, device=device) as offload:
         await subject.check_next(offload)
         subject.script.inside = stay
         subject.script.entered.clear()

@@ -1,0 +1,75 @@
+"""When waiting passes start a walk, and which of them. Pure: no torch, no clock."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import attrs
+
+from streamflow.stages.returns import Returns
+
+
+@attrs.frozen
+class WaitingPass:
+    """A pass that waits for a walk over ``component`` ``since`` then, in seconds of the planner's clock."""
+
+    pass_id: int
+    component: str
+    since: float = 0.0
+
+
+@attrs.frozen
+class WalkChoice:
+    """The passes that start a walk now, all of one component; none: wait on, and ask again at ``again_at``.
+
+    ``again_at`` None: ask when something happens.
+    """
+
+    pass_ids: tuple[int, ...] = ()
+    again_at: float | None = None
+
+
+class WalkSource(Protocol):
+    """Says when waiting passes start a walk. Replaceable: ranks agree on walks, one process need not."""
+
+    def next_walk(self, waiting: Sequence[WaitingPass], returns: Returns, now: float) -> WalkChoice:
+        """The walk that starts now, out of ``waiting`` (at least one pass, oldest first). Called when none is under
+        way.
+        """
+
+
+@attrs.frozen
+class ImmediateWalks:
+    """Everyone who waits for the oldest pass's component walks together, as soon as ``min_passes`` do."""
+
+    min_passes: int = 1
+
+    def next_walk(self, waiting: Sequence[WaitingPass], returns: Returns, now: float) -> WalkChoice:
+        chosen = _for_oldest(waiting)
+        return WalkChoice(chosen if len(chosen) >= self.min_passes else ())
+
+
+@attrs.frozen
+class SharedWalks:
+    """The oldest pass's component walks next, with everyone who waits for it, up to ``max_passes``.
+
+    A walk that has room waits until the oldest pass has waited for ``window_s`` seconds, and for passes that are about
+    to come back (see `Returns`). The oldest pass always walks, so none starves, and a component whose pass waited while
+    another component walked is next.
+    """
+
+    max_passes: int
+    window_s: float = 0.0
+
+    def next_walk(self, waiting: Sequence[WaitingPass], returns: Returns, now: float) -> WalkChoice:
+        oldest, chosen = waiting[0], _for_oldest(waiting)
+        if len(chosen) < self.max_passes:
+            until = max(oldest.since + self.window_s, returns.expected_until(oldest.component) or now)
+            if now < until:
+                return WalkChoice(again_at=until)
+        return WalkChoice(chosen[: self.max_passes])
+
+
+def _for_oldest(waiting: Sequence[WaitingPass]) -> tuple[int, ...]:
+    return tuple(other.pass_id for other in waiting if other.component == waiting[0].component)
