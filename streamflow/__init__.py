@@ -13,20 +13,31 @@ from streamflow._version import __version__
 if TYPE_CHECKING:
     from streamflow.config import OffloadConfig
     from streamflow.facade import StartedOffload, offload, start_offload
+    from streamflow.host_weights.load_inputs import LoadInputs
     from streamflow.loaded import open_offload
     from streamflow.plan import OffloadPlan
     from streamflow.runtime.offload import Offload
     from streamflow.runtime.statistics import OffloadStatistics
     from streamflow.stages.errors import StreamflowError
+    from streamflow.store.errors import StoreError
+    from streamflow.store.options import StoreOptions
+    from streamflow.store.reports import StoreOutcome, StoreReport
     from streamflow.streamed import open_streamed
+    from streamflow.weights.topology import WeightTopology
 
 __all__ = [
+    "LoadInputs",
     "Offload",
     "OffloadConfig",
     "OffloadPlan",
     "OffloadStatistics",
     "StartedOffload",
+    "StoreError",
+    "StoreOptions",
+    "StoreOutcome",
+    "StoreReport",
     "StreamflowError",
+    "WeightTopology",
     "__version__",
     "offload",
     "open_offload",
@@ -35,12 +46,18 @@ __all__ = [
 ]
 
 _HOMES = {
+    "LoadInputs": "streamflow.host_weights.load_inputs",
     "Offload": "streamflow.runtime.offload",
     "OffloadConfig": "streamflow.config",
     "OffloadPlan": "streamflow.plan",
     "OffloadStatistics": "streamflow.runtime.statistics",
     "StartedOffload": "streamflow.facade",
+    "StoreError": "streamflow.store.errors",
+    "StoreOptions": "streamflow.store.options",
+    "StoreOutcome": "streamflow.store.reports",
+    "StoreReport": "streamflow.store.reports",
     "StreamflowError": "streamflow.stages.errors",
+    "WeightTopology": "streamflow.weights.topology",
     "offload": "streamflow.facade",
     "open_offload": "streamflow.loaded",
     "open_streamed": "streamflow.streamed",

@@ -13,6 +13,7 @@ import anyio
 from torch import nn
 
 from streamflow.config import OffloadConfig
+from streamflow.host_weights.load_inputs import LoadInputs
 from streamflow.loaded import open_offload
 from streamflow.runtime.offload import Offload, State
 from streamflow.runtime.statistics import OffloadStatistics
@@ -149,7 +150,11 @@ class _LoopThread:
 
 @contextmanager
 def offload(
-    model: nn.Module, config: OffloadConfig | Mapping[str, Any] | None = None, *, device: Device | None = None
+    model: nn.Module,
+    config: OffloadConfig | Mapping[str, Any] | None = None,
+    *,
+    inputs: LoadInputs | None = None,
+    device: Device | None = None,
 ) -> Iterator[Offload]:
     """`open_offload` where there is no event loop: call the model directly from any thread while it is open.
 
@@ -158,7 +163,7 @@ def offload(
     leaves nothing open, and one that comes while it closes is raised when it has. See `open_offload` for arguments and
     errors.
     """
-    thread = _LoopThread(open_offload(model, config, device=device))
+    thread = _LoopThread(open_offload(model, config, inputs=inputs, device=device))
     try:
         yield thread.open()
     finally:
@@ -198,7 +203,11 @@ class StartedOffload:
 
 
 async def start_offload(
-    model: nn.Module, config: OffloadConfig | Mapping[str, Any] | None = None, *, device: Device | None = None
+    model: nn.Module,
+    config: OffloadConfig | Mapping[str, Any] | None = None,
+    *,
+    inputs: LoadInputs | None = None,
+    device: Device | None = None,
 ) -> StartedOffload:
     """`open_offload` where opening and closing happen in different tasks (notebook cells, replicas, fixtures).
 
@@ -206,7 +215,7 @@ async def start_offload(
     having done so closes it at exit, and waits for that for ten seconds at most. A cancelled call leaves nothing open.
     See `open_offload` for arguments and errors.
     """
-    thread = _LoopThread(open_offload(model, config, device=device))
+    thread = _LoopThread(open_offload(model, config, inputs=inputs, device=device))
     try:
         async with open_threads() as crew:
             await crew.call(thread.open, on_cancel=thread.stop, name="start of an offload")

@@ -19,6 +19,7 @@ from streamflow.host_weights.errors import UnstableConfigurationError
 from streamflow.host_weights.load_inputs import LoadInputs
 from streamflow.host_weights.plain_values import NotPlainError, digest_of, plain
 from streamflow.plan import OffloadPlan
+from streamflow.weights.adapters import CheckpointAdapter, DropAdapter, RenameAdapter
 from streamflow.weights.needed import needed_tensors
 from streamflow.weights.topology import WeightTopology
 
@@ -43,6 +44,7 @@ def source_identity(
     files: Sequence[tuple[str, str]],
     topology: WeightTopology,
     plan: OffloadPlan | None,
+    adapters: Sequence[CheckpointAdapter],
     inputs: LoadInputs,
     producer: str,
 ) -> SourceIdentity:
@@ -62,12 +64,25 @@ def source_identity(
         "tensors": list(_tensors(skeleton)),
         "computed": dict(_computed(skeleton)),
         "plan": plain(plan, "plan"),
+        "adapters": [_adapter(adapter) for adapter in adapters],
         "loading": inputs.named_values(),
         "producer": producer,
         "topology": attrs.asdict(topology),
         "versions": dict(_versions()),
     }
     return SourceIdentity(digest_of(document), document)
+
+
+def _adapter(adapter: CheckpointAdapter) -> list[Any]:
+    """What an adapter declares; what a transform computes is in the producer's ABI string."""
+    match adapter:
+        case RenameAdapter(names=names, prefixes=prefixes):
+            return ["rename", dict(names), dict(prefixes)]
+        case DropAdapter(names=names):
+            return ["drop", list(names)]
+        case _:
+            sources = None if callable(adapter.sources) else list(adapter.sources)
+            return ["transform", adapter.label, adapter.target, sources]
 
 
 def _model_config(skeleton: nn.Module, inputs: LoadInputs) -> Any:

@@ -113,10 +113,13 @@ class _Opening:
         paths = [*(file.path for file in checkpoint.files), checkpoint.path, *files_of(request.inputs.files())]
         named = [(os.path.basename(path), await self.store.source_digest(path)) for path in dict.fromkeys(paths)]
         config = request.config
-        return await self._crew.call(
-            lambda: source_identity(skeleton, named, config.topology, config.plan, request.inputs, PRODUCER),
-            name="identity",
-        )
+
+        def identify() -> SourceIdentity:
+            return source_identity(
+                skeleton, named, config.topology, config.plan, request.adapters, request.inputs, PRODUCER
+            )
+
+        return await self._crew.call(identify, name="identity")
 
     async def _find(self, source_id: str) -> Lease | None:
         """The entry of the source, proven as far as the options ask; None if there is none any more.

@@ -65,6 +65,7 @@ class StoreOptions:
 
     @property
     def effective_num_threads(self) -> int:
+        """``num_threads`` with its default filled in."""
         return self.num_threads or len(os.sched_getaffinity(0))
 
 

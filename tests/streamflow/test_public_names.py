@@ -11,14 +11,16 @@ import pytest
 
 import streamflow
 from streamflow import errors
+from streamflow.host_weights import errors as host_weight_errors
 from streamflow.stages import errors as stage_errors
 from streamflow.stages.errors import StreamflowError
+from streamflow.store import errors as store_errors
 from streamflow.weights import errors as weight_errors
 
 NAMES = [name for name in streamflow.__all__ if name != "__version__"]
 ERRORS: set[type[BaseException]] = {
     cls
-    for module in (errors, stage_errors, weight_errors)
+    for module in (errors, stage_errors, weight_errors, store_errors, host_weight_errors)
     for cls in vars(module).values()
     if inspect.isclass(cls) and issubclass(cls, BaseException) and cls.__module__ == module.__name__
 }
@@ -86,4 +88,4 @@ def test_every_error_refines_a_builtin_and_the_base_of_all(error: type[BaseExcep
         return
     assert issubclass(error, StreamflowError)
     builtin = [base for base in error.__mro__ if base.__module__ == "builtins"]
-    assert error is StreamflowError or builtin[0] not in (Exception, BaseException, object)
+    assert error in (StreamflowError, store_errors.StoreError) or builtin[0] not in (Exception, BaseException, object)

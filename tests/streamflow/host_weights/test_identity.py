@@ -19,6 +19,7 @@ from streamflow.host_weights.errors import UnstableConfigurationError
 from streamflow.host_weights.identity import source_identity
 from streamflow.host_weights.load_inputs import LoadInputs
 from streamflow.host_weights.plain_values import NotPlainError, plain
+from streamflow.weights.adapters import DropAdapter, RenameAdapter, TensorAdapter
 from streamflow.weights.topology import WeightTopology
 from tests.streamflow.models import Mlp, Stack
 
@@ -37,6 +38,7 @@ def identify(**changed: Any) -> str:
         "files": [("model.safetensors", "aa")],
         "topology": WeightTopology(),
         "plan": None,
+        "adapters": (),
         "inputs": LoadInputs(),
         "producer": "test 1",
     }
@@ -65,6 +67,11 @@ CHANGES: dict[str, Callable[[], str]] = {
     "the configuration": lambda: identify(skeleton=with_config({"hidden": 16, "eps": 1e-5})),
     "a declared configuration": lambda: identify(inputs=LoadInputs(model_config={"a": 1})),
     "the plan": lambda: identify(plan=OffloadPlan(stacks="blocks")),
+    "a renaming": lambda: identify(adapters=[RenameAdapter({"a": "b"})]),
+    "another renaming": lambda: identify(adapters=[RenameAdapter({"a": "c"})]),
+    "what is dropped": lambda: identify(adapters=[DropAdapter(("a",))]),
+    "a transform": lambda: identify(adapters=[TensorAdapter("a", ("b",), transform=lambda t: t[0])]),
+    "another transform": lambda: identify(adapters=[TensorAdapter("a", ("c",), transform=lambda t: t[0])]),
     "the producer": lambda: identify(producer="test 2"),
     "the ABI string": lambda: identify(inputs=LoadInputs(producer_abi="mine 1")),
     "another ABI string": lambda: identify(inputs=LoadInputs(producer_abi="mine 2")),
