@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -103,11 +103,13 @@ async def _open_without_store(request: ModelRequest, report: StoreReport | None 
         checkpoint = await crew.call(
             lambda: open_checkpoint(request.checkpoint_dir), undo=Checkpoint.close, name="opening"
         )
-        stack.push_async_callback(crew.call_through, checkpoint.close)
+        closing = ExitStack()  # until a source takes the checkpoint over
+        closing.callback(checkpoint.close)
+        stack.push_async_callback(crew.call_through, closing.close)
         skeleton, answer = await crew.call(lambda: request.finished_skeleton(built, checkpoint), name="preflight")
         model = skeleton
         if isinstance(answer, CheckpointPlan):
-            opened = _open_from_files(model, checkpoint, answer, request, report)
+            opened = _open_from_files(model, checkpoint, closing, answer, request, report)
         else:
             model = await crew.call(lambda: request.load_finished(skeleton, checkpoint, answer), name="loading")
             opened = open_module(model, request.config, f"{answer.code}: {answer.reason}", request.device, report)
@@ -116,10 +118,17 @@ async def _open_without_store(request: ModelRequest, report: StoreReport | None 
 
 @asynccontextmanager
 async def _open_from_files(
-    model: nn.Module, checkpoint: Checkpoint, plan: CheckpointPlan, request: ModelRequest, report: StoreReport | None
+    model: nn.Module,
+    checkpoint: Checkpoint,
+    closing: ExitStack,
+    plan: CheckpointPlan,
+    request: ModelRequest,
+    report: StoreReport | None,
 ) -> AsyncIterator[Offload]:
     def make_source(inventory: Inventory, blocks: tuple[BoundBlock, ...], backend: Device) -> WeightSource:
-        return CheckpointSource(inventory, blocks, checkpoint, plan)
+        source = CheckpointSource(inventory, blocks, checkpoint, plan, config)
+        closing.pop_all()  # the source closes it, and knows when it must not be closed yet
+        return source
 
     config, device = request.config, request.device
     with claimed(model, type(model).__name__):

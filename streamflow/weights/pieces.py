@@ -22,12 +22,16 @@ from streamflow.weights.torch_dtypes import as_bits
 
 @attrs.frozen
 class FilePiece:
-    """A piece that lies in a file as it will lie in the slot; read with ``preadv``, any part of it."""
+    """A piece that lies in a file as it will lie in the slot; read with ``preadv``, any part of it.
+
+    ``runs`` is where it lies in a mapping of the file that is page-locked; empty if there is none.
+    """
 
     offset_bytes: int
     nbytes: int
     file: CheckpointFile
     file_offset: int
+    runs: tuple[torch.Tensor, ...] = attrs.field(default=(), eq=False, repr=False)
 
     @property
     def stored_bytes(self) -> int:
@@ -36,6 +40,10 @@ class FilePiece:
     @property
     def splittable(self) -> bool:
         return True
+
+    @property
+    def page_locked(self) -> bool:
+        return bool(self.runs)
 
     def read_into(self, address: int, start: int, nbytes: int) -> None:
         """Put bytes ``start`` to ``start + nbytes`` of the piece at ``address``. Blocks; for worker threads.
@@ -69,6 +77,9 @@ class AdaptedPiece:
     @property
     def splittable(self) -> bool:
         return False
+
+    runs = ()
+    page_locked = False
 
     def read_into(self, address: int, start: int, nbytes: int) -> None:
         """Put the whole piece at ``address``; holes between strided elements become zeros. Blocks; for worker threads.
