@@ -5,6 +5,7 @@ For memory that the device reads at full speed: page-locked images, and any memo
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Sequence
 
 import torch
@@ -39,9 +40,14 @@ class DirectTransfer:
             raise NotPageLockedError(image.name)
         for event in after:
             self._stream.wait(event)
-        with self._stream.activate():
-            for piece in image.pieces:
-                self._copy_piece(piece, slot)
+        try:
+            with self._stream.activate():
+                for piece in image.pieces:
+                    self._copy_piece(piece, slot)
+        except BaseException as failure:
+            # it may be kept for as long as its offload, and the views in its frames would keep the source mapped
+            traceback.clear_frames(failure.__traceback__)
+            raise
         return Issued(self._stream.record())
 
     def _copy_piece(self, piece: Piece, slot: torch.Tensor) -> None:

@@ -34,11 +34,11 @@ class FileExtents:
         """
         return tuple(file.map() for file in self._files)
 
-    def registered(self, image: BlockImage, runs: Callable[[Extent], tuple[torch.Tensor, ...]]) -> BlockImage:
+    def registered(self, image: BlockImage, runs: Callable[[Extent], list[torch.Tensor]]) -> BlockImage:
         """``image`` with its pieces where they lie in registered mappings, as ``runs`` has them."""
 
         def moved(piece: Piece) -> Piece:
-            return attrs.evolve(piece, runs=runs(self._extent(piece))) if isinstance(piece, FilePiece) else piece
+            return attrs.evolve(piece, registered=runs(self._extent(piece))) if isinstance(piece, FilePiece) else piece
 
         return attrs.evolve(image, pieces=tuple(moved(piece) for piece in image.pieces))
 

@@ -24,14 +24,15 @@ from streamflow.weights.torch_dtypes import as_bits
 class FilePiece:
     """A piece that lies in a file as it will lie in the slot; read with ``preadv``, any part of it.
 
-    ``runs`` is where it lies in a mapping of the file that is page-locked; empty if there is none.
+    ``registered`` is where it lies in a registered mapping of the file, in runs that can be copied at once. The list is
+    its owner's, who empties it before the registration ends; None if there never was one.
     """
 
     offset_bytes: int
     nbytes: int
     file: CheckpointFile
     file_offset: int
-    runs: tuple[torch.Tensor, ...] = attrs.field(default=(), eq=False, repr=False)
+    registered: list[torch.Tensor] | None = attrs.field(default=None, eq=False, repr=False)
 
     @property
     def stored_bytes(self) -> int:
@@ -42,8 +43,12 @@ class FilePiece:
         return True
 
     @property
+    def runs(self) -> tuple[torch.Tensor, ...]:
+        return tuple(self.registered or ())
+
+    @property
     def page_locked(self) -> bool:
-        return bool(self.runs)
+        return bool(self.registered)
 
     def read_into(self, address: int, start: int, nbytes: int) -> None:
         """Put bytes ``start`` to ``start + nbytes`` of the piece at ``address``. Blocks; for worker threads.

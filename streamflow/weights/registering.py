@@ -17,7 +17,7 @@ from streamflow.stages.devices.base import Device
 from streamflow.stages.errors import HostRegistrationError, StillRegisteredError
 from streamflow.stages.registration.mappings import HostMapping
 from streamflow.stages.registration.plan import Extent
-from streamflow.stages.registration.probe import VERDICTS, Verdicts, probe
+from streamflow.stages.registration.probe import VERDICTS, probe
 from streamflow.stages.registration.registration import Progress, Registration
 from streamflow.stages.threads import ThreadCrew
 from streamflow.transfer_choice import StreamingOptions, why_not_registered_by_options, why_too_much
@@ -58,12 +58,12 @@ class RegisteredFiles:
     ``owner`` is kept alive for as long as anything of them is registered: it owns the mappings.
     """
 
-    def __init__(self, options: RegistrationOptions, owner: object, verdicts: Verdicts = VERDICTS) -> None:
+    def __init__(self, options: RegistrationOptions, owner: object) -> None:
         self._options = options
         self._owner = owner
-        self._verdicts = verdicts
         self._mappings: tuple[FileMapping, ...] = ()
         self._registration: Registration | None = None
+        self._handed_out: list[list[torch.Tensor]] = []
 
     async def open(
         self,
@@ -106,9 +106,7 @@ class RegisteredFiles:
 
         problem = await crew.call(check, name="registration")
         for mapping in mappings:
-            problem = problem or await probe_file(
-                mapping.path, device, crew, deadline_s=self._options.probe_deadline_s, verdicts=self._verdicts
-            )
+            problem = problem or await probe_file(mapping.path, device, crew, self._options.probe_deadline_s)
         return problem
 
     async def _register(
@@ -126,34 +124,37 @@ class RegisteredFiles:
             return str(refusal)
         return None
 
-    def runs(self, extent: Extent) -> tuple[torch.Tensor, ...]:
+    def runs(self, extent: Extent) -> list[torch.Tensor]:
         """``extent`` as flat uint8 CPU tensors, one after the other, each of which a device copies at once.
 
-        They must not be written to, and must be gone before `close`.
+        They must not be written to. `close` empties the list, so that images that are still held (by a traceback, say)
+        do not hold the mapping; no other reference may outlive it.
 
         :raises ValueError: if it is not registered.
         """
         if self._registration is None:
             raise ValueError(f"{extent} is not registered")
-        return tuple(
+        found = [
             torch.frombuffer(self._mappings[run.mapping].buffer(run.offset_bytes, run.nbytes), dtype=torch.uint8)
             for run in self._registration.runs(extent)
-        )
+        ]
+        self._handed_out.append(found)
+        return found
 
     def close(self, retry: Callable[[], None]) -> None:
         """Give everything back. Blocks; idempotent. ``retry`` is what the error does to try again.
 
         :raises StillRegisteredError: if the device refuses; the files then stay mapped.
         """
+        for views in self._handed_out:
+            views.clear()
         errors = () if self._registration is None else self._registration.close()
         if errors:
             raise StillRegisteredError(", ".join(mapping.path for mapping in self._mappings), errors, retry)
         self._registration = None
 
 
-async def probe_file(
-    path: str, device: Device, crew: ThreadCrew, *, deadline_s: float, verdicts: Verdicts = VERDICTS
-) -> str | None:
+async def probe_file(path: str, device: Device, crew: ThreadCrew, deadline_s: float) -> str | None:
     """Why mappings of files like the one at ``path`` are not to be registered; None if a probe found nothing.
 
     The verdict is kept for the process, for each filesystem and device.
@@ -163,4 +164,4 @@ async def probe_file(
     if command is None:
         return None
     kind = (status.st_dev, str(device.torch_device))
-    return (await verdicts.of(kind, lambda: probe(command, deadline_s))).problem
+    return (await VERDICTS.of(kind, lambda: probe(command, deadline_s))).problem

@@ -49,7 +49,7 @@ class WeightSource(Protocol):
 
     @property
     def images(self) -> Mapping[int, BlockImage]:
-        """The block images, by block. Those over registered files are gone after `release`."""
+        """The block images, by block. They may not be read after `release`."""
 
     def fill(self, layout: ImageLayout, region: Region, target: torch.Tensor) -> None:
         """Bring a region of the fixed tensors to ``target`` on the device. Blocks."""
@@ -195,7 +195,6 @@ class CheckpointSource:
         return view_of(memory, view)
 
     def release(self) -> None:
-        self.images.clear()  # whoever still holds the dictionary holds no view of a mapping any more
         self._registered.close(retry=self.release)
         self._checkpoint.close()
 
