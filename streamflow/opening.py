@@ -98,7 +98,7 @@ async def open_with_source(
     report: StoreReport | None = None,
 ) -> AsyncIterator[Offload]:
     """An offload of a claimed model that streams from any source; ``report`` is what the store did for it."""
-    backend = _backend(device, config)
+    backend = backend_of(device, config)
     residents = _residents(inventory, config)
     poison = Poison(backend.torch_device)
     bound = tuple(BoundBlock(tensors, poison) for tensors in inventory.blocks)
@@ -191,7 +191,11 @@ async def _open_admission(engine: Engine, config: OffloadConfig) -> AsyncIterato
         await admission.close()
 
 
-def _backend(device: Device | None, config: OffloadConfig) -> Device:
+def backend_of(device: Device | None, config: OffloadConfig) -> Device:
+    """``device``, or the backend that the configuration names.
+
+    :raises ConfigurationError: if ``device`` is the name of one.
+    """
     if isinstance(device, (str, torch.device)):
         raise ConfigurationError(
             [f"device= takes a backend; to name a device, use the option: {{'device': '{device}'}}"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -159,9 +159,23 @@ async def probe_file(path: str, device: Device, crew: ThreadCrew, deadline_s: fl
 
     The verdict is kept for the process, for each filesystem and device.
     """
-    status = await crew.call(partial(os.stat, path), name="probe")
+    try:
+        status = await crew.call(partial(os.stat, path), name="probe")
+    except OSError as failure:
+        return f"{path} cannot be probed: {failure.strerror}"
     command = device.registrar.probe_command(path, min(PROBE_BYTES, status.st_size))
     if command is None:
         return None
     kind = (status.st_dev, str(device.torch_device))
     return (await VERDICTS.of(kind, lambda: probe(command, deadline_s))).problem
+
+
+async def probe_ahead(paths: Iterable[str], options: RegistrationOptions, device: Device, crew: ThreadCrew) -> None:
+    """Let the verdicts on files at ``paths`` be there when they are needed; for doing it beside something else."""
+    if why_not_registered_by_options(options, device_is_host=device.is_host) is not None:
+        return
+    if await crew.call(device.registrar.why_not_mappings, name="probe") is not None:
+        return
+    for path in paths:
+        if await probe_file(path, device, crew, options.probe_deadline_s) is not None:
+            return
