@@ -67,7 +67,7 @@ class _Packing:
             self._finish_one()
 
     def _pack(self, chunk: Chunk, buffer: _StagingBuffer) -> None:
-        if buffer.reader is not None:
+        if buffer.reader is not None and not buffer.reader.is_done():  # each wait gives the interpreter away
             buffer.reader.wait()
         base = buffer.memory.data_ptr()
         for part in chunk.parts:
@@ -79,6 +79,8 @@ class _Packing:
 
     def _wait_for_slot(self) -> None:
         # As late as possible: the stream is shared with the block before, whose last chunks must not wait for our slot.
+        if self._after is None:  # set by whoever waited, once all waits were queued
+            return
         with self._lock:
             for event in self._after or ():
                 self._stream.wait(event)
