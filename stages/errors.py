@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 
 class StreamflowError(Exception):
     """Base of every error that streamflow raises on its own account.
@@ -81,6 +83,44 @@ class DeviceStreamError(StreamflowError, RuntimeError):
     def __init__(self, stream: str, cause: BaseException) -> None:
         self.stream, self.cause = stream, cause
         super().__init__(f"work on the device stream {stream!r} failed: {type(cause).__name__}: {cause}")
+
+
+class HostRegistrationError(StreamflowError, RuntimeError):
+    """Host memory cannot be page-locked for the device, or not be given back.
+
+    ``call`` is what was refused or failed, ``nbytes`` are the bytes that it was about.
+    """
+
+    def __init__(self, call: str, nbytes: int, reason: str) -> None:
+        self.call, self.nbytes, self.reason = call, nbytes, reason
+        super().__init__(f"{call} of {nbytes:,} bytes {reason}")
+
+
+class StillRegisteredError(StreamflowError, RuntimeError):
+    """Registered host memory could not be given back: it stays mapped, with its source, until it can be.
+
+    ``failures`` has one error for each range. ``retry()`` tries again to give everything back: it blocks, and raises
+    such an error if that fails, too. Memory that is never given back goes with the process.
+    """
+
+    def __init__(self, what: str, failures: Sequence[HostRegistrationError], retry: Callable[[], None]) -> None:
+        self.what, self.failures, self.retry = what, tuple(failures), retry
+        nbytes = sum(failure.nbytes for failure in failures)
+        super().__init__(
+            f"{nbytes:,} bytes of {what} stay page-locked, and mapped, because the device would not give them back "
+            f"({failures[0]}); call this error's retry() to try again, or end the process"
+        )
+
+
+class NotPageLockedError(StreamflowError, BufferError):
+    """A direct transfer was given an image that the device cannot read where it lies; ``image`` is its name."""
+
+    def __init__(self, image: str) -> None:
+        self.image = image
+        super().__init__(
+            f"{image} is not page-locked, so the device cannot copy it without a host pass; "
+            "register its memory first, or use the staged transfer"
+        )
 
 
 class StopForward(BaseException):

@@ -38,6 +38,17 @@ class Piece(Protocol):
     def splittable(self) -> bool:
         """Whether ``read_into`` may be asked for less than the whole piece."""
 
+    @property
+    def runs(self) -> tuple[torch.Tensor, ...]:
+        """Where the piece lies in host memory as it will lie in the slot: flat uint8 CPU tensors, one after the other.
+
+        Each may be copied at once. Empty where the piece has to be read.
+        """
+
+    @property
+    def page_locked(self) -> bool:
+        """Whether a device may read `runs` without a host pass."""
+
     def read_into(self, address: int, start: int, nbytes: int) -> None:
         """Put bytes ``start`` to ``start + nbytes`` of the piece at ``address``. Blocks; for worker threads.
 
@@ -49,11 +60,13 @@ class Piece(Protocol):
 class MemoryPiece:
     """A piece that lies in host memory as it will lie in the slot.
 
-    ``data`` is a flat uint8 CPU tensor; it keeps the memory alive.
+    ``data`` is a flat uint8 CPU tensor; it keeps the memory alive. ``page_locked`` says that a device may read it
+    without a host pass.
     """
 
     offset_bytes: int
     data: torch.Tensor
+    page_locked: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -67,6 +80,10 @@ class MemoryPiece:
     def splittable(self) -> bool:
         return True
 
+    @property
+    def runs(self) -> tuple[torch.Tensor, ...]:
+        return (self.data,)
+
     def read_into(self, address: int, start: int, nbytes: int) -> None:
         # Not Tensor.copy_: that would run on the intra-op pool, which belongs to the model.
         ctypes.memmove(address, self.data.data_ptr() + start, nbytes)
@@ -76,16 +93,23 @@ class MemoryPiece:
 class BlockImage:
     """One block's bytes: where they go (``layout``) and where they come from.
 
-    ``pieces`` cover every region of the layout; the holes between them hold nothing. ``memory`` is the whole image as
-    one flat uint8 CPU tensor where the source holds it that way (then one copy moves it), else None. ``page_locked``
-    says that ``memory`` may be read by a device without a host pass.
+    ``pieces`` cover every region of the layout; the holes between them hold nothing.
     """
 
     name: str
     layout: ImageLayout
     pieces: tuple[Piece, ...]
-    memory: torch.Tensor | None = None
-    page_locked: bool = False
+
+    @property
+    def memory(self) -> torch.Tensor | None:
+        """The whole image as one flat uint8 CPU tensor where it lies so; then one copy moves it. Else None."""
+        runs = self.pieces[0].runs if len(self.pieces) == 1 else ()
+        return runs[0] if len(runs) == 1 and runs[0].numel() == self.nbytes else None
+
+    @property
+    def page_locked(self) -> bool:
+        """Whether a device may read all of it without a host pass."""
+        return all(piece.page_locked for piece in self.pieces)
 
     @property
     def nbytes(self) -> int:
@@ -105,8 +129,8 @@ def memory_image(name: str, layout: ImageLayout, memory: torch.Tensor, *, page_l
     """
     if memory.numel() != layout.nbytes:
         raise ValueError(f"{name}: the image has {layout.nbytes} bytes but the memory given has {memory.numel()}")
-    pieces = (MemoryPiece(0, memory),) if layout.nbytes else ()
-    return BlockImage(name, layout, pieces, memory, page_locked)
+    pieces = (MemoryPiece(0, memory, page_locked),) if layout.nbytes else ()
+    return BlockImage(name, layout, pieces)
 
 
 def view_of(buffer: torch.Tensor, view: TensorView) -> torch.Tensor:

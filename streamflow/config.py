@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import mmap
 import os
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, get_args
@@ -52,8 +53,14 @@ class OffloadConfig:
             they compute; ``"leading"`` takes the first ones.
         transfer: ``"direct"`` needs page-locked memory or a host device, ``"staged"`` packs from pageable memory;
             ``"auto"`` takes direct where it can.
-        pin_host_memory: page-lock private images of the blocks, of exactly their size, so that the transfer can be
-            direct; False streams staged from pageable memory. Without effect on a host device.
+        pin_host_memory: page-lock what blocks are streamed from, so that the transfer can be direct: the mapped files
+            of a checkpoint, or private images of a loaded module, of exactly their size. False streams staged from
+            pageable memory. Without effect on a host device.
+        host_registration_limit_bytes: mapped files are page-locked only if they take no more than this; None: no limit,
+            0: never. Private images of a module do not count.
+        registration_piece_bytes: how much of a mapped file is page-locked in one call, at least a page; opening can be
+            cancelled between two of them.
+        probe_deadline_s: how long a child process may take to try whether this machine can page-lock mapped files.
         packing_threads: threads of the staged transfer; None: by the number of cores, at most 10.
         staging_chunk_bytes: what one packing thread packs and copies at a time; each thread has two buffers of it.
         run_ahead_blocks: how far, in blocks, the host may run ahead of the device; None: 2 x window + 2.
@@ -89,6 +96,9 @@ class OffloadConfig:
     resident_placement: ResidentPlacement = "spread"
     transfer: Transfer = "auto"
     pin_host_memory: bool = True
+    host_registration_limit_bytes: int | None = None
+    registration_piece_bytes: int = 1 << 30
+    probe_deadline_s: float = 20.0
     packing_threads: int | None = None
     staging_chunk_bytes: int = 12 << 20
     run_ahead_blocks: int | None = None
@@ -184,6 +194,9 @@ def _problems(config: OffloadConfig) -> list[str]:
         _not_an_int("packing_threads", config.packing_threads, minimum=1, optional=True),
         _not_an_int("run_ahead_blocks", config.run_ahead_blocks, minimum=1, optional=True),
         _not_an_int("resident_bytes", config.resident_bytes, minimum=0, optional=True),
+        _not_an_int("host_registration_limit_bytes", config.host_registration_limit_bytes, minimum=0, optional=True),
+        _not_an_int("registration_piece_bytes", config.registration_piece_bytes, minimum=mmap.PAGESIZE),
+        _not_a_duration("probe_deadline_s", config.probe_deadline_s),
         None if config.resident_blocks == ALL else _not_resident_count(config.resident_blocks),
         _not_one_of("resident_placement", config.resident_placement, get_args(ResidentPlacement)),
         _not_one_of("transfer", config.transfer, get_args(Transfer)),
@@ -225,6 +238,12 @@ def _not_seconds(name: str, value: Any) -> str | None:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return f"{name} must be a number of seconds, not {value!r}"
     return None if 0 <= value < math.inf else f"{name} is {value} but must be 0 or more seconds"
+
+
+def _not_a_duration(name: str, value: Any) -> str | None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return f"{name} must be a number of seconds, not {value!r}"
+    return None if 0 < value < math.inf else f"{name} is {value} but must be positive and finite"
 
 
 def _not_resident_count(value: Any) -> str | None:

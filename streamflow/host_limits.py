@@ -14,9 +14,21 @@ def available_host_bytes(meminfo: Path = Path("/proc/meminfo"), cgroups: Path | 
 
     None where the system tells neither.
     """
-    headrooms = [*_machine(meminfo), *_cgroup(cgroups or _CGROUP_V2, "memory.max", "memory.current")]
+    return _least_headroom(meminfo, cgroups, ("inactive_file",))
+
+
+def pinnable_host_bytes(meminfo: Path = Path("/proc/meminfo"), cgroups: Path | None = None) -> int | None:
+    """Bytes of mapped files that can be page-locked now: as `available_host_bytes`, but with all of the page cache.
+
+    Pages that are in the cache already count as used, and need no room a second time.
+    """
+    return _least_headroom(meminfo, cgroups, ("inactive_file", "active_file"))
+
+
+def _least_headroom(meminfo: Path, cgroups: Path | None, counted: tuple[str, ...]) -> int | None:
+    headrooms = [*_machine(meminfo), *_cgroup(cgroups or _CGROUP_V2, "memory.max", "memory.current", counted)]
     if cgroups is None:
-        headrooms += _cgroup(_CGROUP_V1, "memory.limit_in_bytes", "memory.usage_in_bytes")
+        headrooms += _cgroup(_CGROUP_V1, "memory.limit_in_bytes", "memory.usage_in_bytes", counted)
     return min(headrooms, default=None)
 
 
@@ -30,20 +42,20 @@ def _machine(meminfo: Path) -> Iterator[int]:
             yield int(line.split()[1]) * 1024
 
 
-def _cgroup(root: Path, limit_name: str, usage_name: str) -> Iterator[int]:
+def _cgroup(root: Path, limit_name: str, usage_name: str, counted: tuple[str, ...]) -> Iterator[int]:
     limit, usage = _number(root / limit_name), _number(root / usage_name)
     if limit is not None and usage is not None:
-        yield max(0, limit - usage + _reclaimable(root))
+        yield max(0, limit - usage + _page_cache(root, counted))
 
 
-def _reclaimable(root: Path) -> int:
-    """Page cache that the kernel would drop first; it counts as usage."""
+def _page_cache(root: Path, counted: tuple[str, ...]) -> int:
+    """Bytes of page cache of the kinds ``counted``, which are in the usage although they need no room of their own."""
     try:
         lines = (root / "memory.stat").read_text().splitlines()
     except OSError:
         return 0
     fields = dict(line.split()[:2] for line in lines if len(line.split()) >= 2)
-    return int(fields.get("inactive_file", fields.get("total_inactive_file", "0")))
+    return sum(int(fields.get(kind, fields.get(f"total_{kind}", "0"))) for kind in counted)
 
 
 def _number(path: Path) -> int | None:

@@ -21,7 +21,6 @@ from streamflow.residency import choose_residents
 from streamflow.runtime.admission import Admission
 from streamflow.runtime.component import StreamedComponent
 from streamflow.runtime.offload import ModelSizes, Offload
-from streamflow.runtime.statistics import TransferChoice
 from streamflow.stages.devices.base import Device, Stream
 from streamflow.stages.devices.cpu import CpuDevice
 from streamflow.stages.devices.cuda import CudaDevice
@@ -34,7 +33,7 @@ from streamflow.stages.transfers.staged import open_staged
 from streamflow.stages.walk_sources import SharedWalks
 from streamflow.store.reports import StoreReport
 from streamflow.support import check_model, check_not_compiled_whole
-from streamflow.transfer_choice import ChosenTransfer, choose_transfer
+from streamflow.transfer_choice import SourceCandidate, TransferChoice, choose, why_not_page_locked
 from streamflow.weights.source import ModuleSource, WeightSource
 
 #: Makes the source once the blocks are known.
@@ -60,8 +59,8 @@ def module_source(config: OffloadConfig, reason: str) -> MakeSource:
     """Makes the source that is the model itself."""
 
     def make_source(inventory: Inventory, blocks: tuple[BoundBlock, ...], backend: Device) -> WeightSource:
-        pin = config.pin_host_memory and config.transfer != "staged" and not backend.is_host
-        return ModuleSource(inventory, blocks, reason, config.effective_packing_threads if pin else None)
+        pins = why_not_page_locked(config, device_is_host=backend.is_host) is None
+        return ModuleSource(inventory, blocks, reason, config.effective_packing_threads if pins else None)
 
     return make_source
 
@@ -99,7 +98,7 @@ async def open_with_source(
     report: StoreReport | None = None,
 ) -> AsyncIterator[Offload]:
     """An offload of a claimed model that streams from any source; ``report`` is what the store did for it."""
-    backend = _backend(device, config)
+    backend = backend_of(device, config)
     residents = _residents(inventory, config)
     poison = Poison(backend.torch_device)
     bound = tuple(BoundBlock(tensors, poison) for tensors in inventory.blocks)
@@ -142,7 +141,7 @@ async def _open_attached(
 ) -> AsyncIterator[Offload]:
     name = type(model).__name__
     async with attach(model, name, inventory, bound, source, device, crew) as attachment:
-        chosen = _choose_transfer(config, device, source)
+        choice = _choose(config, device, source)
         opened = open_engine(
             device=device,
             crew=crew,
@@ -154,7 +153,7 @@ async def _open_attached(
                 run_ahead_blocks=config.run_ahead_blocks,
                 poison_freed_slots=config.poison_freed_slots,
             ),
-            open_transfer=_transfer_opener(chosen, source, config),
+            open_transfer=_transfer_opener(choice, source, config),
             binder=attachment.binder,
             walk_source=SharedWalks(config.effective_passes_per_walk, config.admission_window_s),
         )
@@ -168,7 +167,8 @@ async def _open_attached(
                 engine=engine,
                 component=component,
                 admission=admission,
-                choice=TransferChoice(source.name, source.reason, chosen.name, chosen.reason),
+                choice=choice,
+                registration=source.registration,
                 sizes=_sizes(inventory, len(residents), attachment.fixed.nbytes, source),
                 store_report=report,
             )
@@ -191,7 +191,11 @@ async def _open_admission(engine: Engine, config: OffloadConfig) -> AsyncIterato
         await admission.close()
 
 
-def _backend(device: Device | None, config: OffloadConfig) -> Device:
+def backend_of(device: Device | None, config: OffloadConfig) -> Device:
+    """``device``, or the backend that the configuration names.
+
+    :raises ConfigurationError: if ``device`` is the name of one.
+    """
     if isinstance(device, (str, torch.device)):
         raise ConfigurationError(
             [f"device= takes a backend; to name a device, use the option: {{'device': '{device}'}}"]
@@ -222,22 +226,18 @@ def _residents(inventory: Inventory, config: OffloadConfig) -> tuple[int, ...]:
     )
 
 
-def _choose_transfer(config: OffloadConfig, device: Device, source: WeightSource) -> ChosenTransfer:
-    return choose_transfer(
-        config.transfer,
-        device_is_host=device.is_host,
-        page_locked=all(image.page_locked for image in source.images.values()),
-        why_not_locked=f"the {source.name} source is pageable memory (pin_host_memory={config.pin_host_memory})",
-        why_not_direct=source.why_not_direct,
-    )
+def _choose(config: OffloadConfig, device: Device, source: WeightSource) -> TransferChoice:
+    candidate = SourceCandidate(source.name, source.reason, why_not_direct=source.why_not_direct)
+    why_not_registered = source.registration.problem
+    return choose([candidate], config, device_is_host=device.is_host, why_not_registered=why_not_registered)
 
 
 def _transfer_opener(
-    chosen: ChosenTransfer, source: WeightSource, config: OffloadConfig
+    choice: TransferChoice, source: WeightSource, config: OffloadConfig
 ) -> Callable[[Device, Stream, ThreadCrew], Any]:
     async def open_transfer(device: Device, stream: Stream, crew: ThreadCrew) -> Transfer:
-        if chosen.name == "direct":
-            return DirectTransfer(stream)
+        if choice.transfer == "direct":
+            return DirectTransfer(stream, reads_any_memory=device.is_host)
         return await open_staged(
             device,
             stream,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -17,14 +17,15 @@ from streamflow.host_weights.load_inputs import LoadInputs
 from streamflow.host_weights.streaming import open_through_store
 from streamflow.interrupts import uninterrupted
 from streamflow.model_request import ModelRequest
-from streamflow.opening import effective_config, inventory_of, open_module, open_with_source
+from streamflow.opening import backend_of, effective_config, inventory_of, open_module, open_with_source
 from streamflow.runtime.offload import Offload
 from streamflow.stages.devices.base import Device
-from streamflow.stages.threads import open_threads
+from streamflow.stages.threads import ThreadCrew, open_tasks, open_threads
 from streamflow.store.reports import StoreReport
 from streamflow.weights.adapters import CheckpointAdapter
 from streamflow.weights.checkpoint import Checkpoint, open_checkpoint
 from streamflow.weights.checkpoint_plan import CheckpointPlan
+from streamflow.weights.registering import probe_ahead
 from streamflow.weights.skeleton import lend_placeholders
 from streamflow.weights.source import CheckpointSource, WeightSource
 
@@ -99,27 +100,43 @@ async def _open_with_store(request: ModelRequest) -> AsyncIterator[Streamed]:
 @asynccontextmanager
 async def _open_without_store(request: ModelRequest, report: StoreReport | None = None) -> AsyncIterator[Streamed]:
     async with open_threads() as crew, AsyncExitStack() as stack:
-        built = await crew.call(request.build_skeleton, name="building")
         checkpoint = await crew.call(
             lambda: open_checkpoint(request.checkpoint_dir), undo=Checkpoint.close, name="opening"
         )
-        stack.push_async_callback(crew.call_through, checkpoint.close)
-        skeleton, answer = await crew.call(lambda: request.finished_skeleton(built, checkpoint), name="preflight")
+        closing = ExitStack()  # until a source takes the checkpoint over
+        closing.callback(checkpoint.close)
+        stack.push_async_callback(crew.call_through, closing.close)
+        async with open_tasks() as beside:  # a second or two, like building
+            beside.start_soon(_probe, checkpoint, request, crew, name="probe")
+            built = await crew.call(request.build_skeleton, name="building")
+            skeleton, answer = await crew.call(lambda: request.finished_skeleton(built, checkpoint), name="preflight")
         model = skeleton
         if isinstance(answer, CheckpointPlan):
-            opened = _open_from_files(model, checkpoint, answer, request, report)
+            opened = _open_from_files(model, checkpoint, closing, answer, request, report)
         else:
             model = await crew.call(lambda: request.load_finished(skeleton, checkpoint, answer), name="loading")
             opened = open_module(model, request.config, f"{answer.code}: {answer.reason}", request.device, report)
         yield Streamed(await stack.enter_async_context(opened), model)
 
 
+async def _probe(checkpoint: Checkpoint, request: ModelRequest, crew: ThreadCrew) -> None:
+    backend = backend_of(request.device, request.config)
+    await probe_ahead([file.path for file in checkpoint.files], request.config, backend, crew)
+
+
 @asynccontextmanager
 async def _open_from_files(
-    model: nn.Module, checkpoint: Checkpoint, plan: CheckpointPlan, request: ModelRequest, report: StoreReport | None
+    model: nn.Module,
+    checkpoint: Checkpoint,
+    closing: ExitStack,
+    plan: CheckpointPlan,
+    request: ModelRequest,
+    report: StoreReport | None,
 ) -> AsyncIterator[Offload]:
     def make_source(inventory: Inventory, blocks: tuple[BoundBlock, ...], backend: Device) -> WeightSource:
-        return CheckpointSource(inventory, blocks, checkpoint, plan)
+        source = CheckpointSource(inventory, blocks, checkpoint, plan, config)
+        closing.pop_all()  # the source closes it, and knows when it must not be closed yet
+        return source
 
     config, device = request.config, request.device
     with claimed(model, type(model).__name__):

@@ -1,4 +1,4 @@
-"""The device protocol: buffers, streams, events, copies, memory telemetry.
+"""The device protocol: buffers, streams, events, copies, page-locking, memory telemetry.
 
 A backend is used in this order: construct it, `open` it with a crew of threads, open streams and allocate buffers, free
 them, close it. Work on one stream happens in order; only events order streams among each other. Everything but
@@ -7,7 +7,7 @@ them, close it. Work on one stream happens in order; only events order streams a
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -68,14 +68,37 @@ class Stream(Protocol):
         """The block has issued its work."""
 
 
-class PageLock(Protocol):
-    """Host memory that the device may read without a host pass."""
+class Registrar(Protocol):
+    """Page-locks host memory, so that the device reads it without a host pass. Its calls block: for worker threads.
 
-    def release(self) -> None:
-        """Give the pages back. Idempotent.
+    1. For mappings of files, `why_not_mappings` and a run of `probe_command` come first.
+    2. `register` locks a range of whole pages, which shares none with another range.
+    3. `unregister` gives each back by its exact base, before its memory goes.
+    """
 
-        :raises DeviceStreamError: if the device refuses; the memory then stays locked.
+    def why_not_mappings(self) -> str | None:
+        """Why shared read-only mappings cannot be registered; None if the device says that they can."""
+
+    def probe_command(self, path: str, nbytes: int) -> Sequence[str] | None:
+        """A program that registers the first ``nbytes`` of the file at ``path`` in a process of its own.
+
+        Its answer is what `streamflow.stages.registration.probe` expects. None where nothing can go wrong.
         """
+
+    def register(self, address: int, nbytes: int, *, read_only: bool) -> None:
+        """Lock ``nbytes`` from ``address`` on; ``read_only`` for memory that may not be written to.
+
+        :raises HostRegistrationError: if the device refuses; nothing is locked then.
+        """
+
+    def unregister(self, address: int) -> None:
+        """Give back the range that begins at ``address``.
+
+        :raises HostRegistrationError: if the device refuses; it then stays locked.
+        """
+
+    def is_page_locked(self, address: int) -> bool:
+        """Whether the device takes the byte at ``address`` for page-locked."""
 
 
 @attrs.frozen
@@ -103,6 +126,10 @@ class Device(Protocol):
     def is_host(self) -> bool:
         """Whether slots are ordinary host memory, which reads may fill directly."""
 
+    @property
+    def registrar(self) -> Registrar:
+        """What makes host memory readable by it."""
+
     async def open(self, crew: ThreadCrew) -> None:
         """Make the device usable; its threads, if any, belong to ``crew``."""
 
@@ -123,12 +150,6 @@ class Device(Protocol):
 
     def free(self, buffer: torch.Tensor) -> None:
         """Uncount a buffer from `allocate`; its memory goes when the last view does. No work may use it any more."""
-
-    def lock_pages(self, memory: torch.Tensor) -> PageLock:
-        """Page-lock exactly ``memory`` (flat uint8 CPU tensor, page-aligned).
-
-        :raises DeviceStreamError: if the device refuses.
-        """
 
     def memory(self) -> MemoryReading:
         """The memory telemetry; the peak is since opening."""

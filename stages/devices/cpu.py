@@ -9,12 +9,12 @@ from __future__ import annotations
 import ctypes
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from streamflow.stages.devices.base import Event, MemoryReading, Stream
+from streamflow.stages.devices.base import Event, MemoryReading, Registrar, Stream
 from streamflow.stages.devices.memory import MemoryMeter
 from streamflow.stages.errors import DeviceMemoryError, DeviceStreamError
 from streamflow.stages.layout import ALIGNMENT_BYTES
@@ -127,11 +127,23 @@ class CpuComputeStream:
             self._compute_units.release()
 
 
-class _NoPageLock:
+class HostRegistrar:
     """Host memory needs no lock to be read by a host device."""
 
-    def release(self) -> None:
+    def why_not_mappings(self) -> str | None:
+        return "the device is the host and reads any memory"
+
+    def probe_command(self, path: str, nbytes: int) -> Sequence[str] | None:
+        return None
+
+    def register(self, address: int, nbytes: int, *, read_only: bool) -> None:
         pass
+
+    def unregister(self, address: int) -> None:
+        pass
+
+    def is_page_locked(self, address: int) -> bool:
+        return False
 
 
 class CpuDevice:
@@ -155,6 +167,7 @@ class CpuDevice:
         self._link_bytes_per_s = link_bytes_per_s
         self._compute_units = None if compute_units is None else threading.Semaphore(compute_units)
         self._meter = MemoryMeter("cpu", memory_limit_bytes)
+        self.registrar: Registrar = HostRegistrar()
         self._crew: ThreadCrew | None = None
 
     async def open(self, crew: ThreadCrew) -> None:
@@ -184,9 +197,6 @@ class CpuDevice:
 
     def free(self, buffer: torch.Tensor) -> None:
         self._meter.give_back(buffer.numel())
-
-    def lock_pages(self, memory: torch.Tensor) -> _NoPageLock:
-        return _NoPageLock()
 
     def memory(self) -> MemoryReading:
         limit = self._meter.limit_bytes

@@ -1,15 +1,15 @@
-"""The cuda device. Everything that only CUDA has is in this file; nothing in it assumes one GPU."""
+"""The cuda device. What only CUDA has is in this file and its neighbours; nothing in it assumes one GPU."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from contextlib import AbstractContextManager, suppress
-from typing import Any
+from contextlib import AbstractContextManager
 
 import torch
 
 from streamflow.stages.devices.base import Event, MemoryReading, Stream
+from streamflow.stages.devices.cuda_registrar import CudaRegistrar
 from streamflow.stages.devices.memory import MemoryMeter
 from streamflow.stages.errors import DeviceMemoryError, DeviceStreamError
 from streamflow.stages.threads import ThreadCrew
@@ -78,36 +78,6 @@ class CudaStream:
         pass
 
 
-class CudaPageLock:
-    """A range that was given to the driver with ``cudaHostRegister``, and is taken back by its exact base."""
-
-    def __init__(self, memory: torch.Tensor) -> None:
-        self._memory: torch.Tensor | None = memory
-        _check(_cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0), "cudaHostRegister", memory.numel())
-
-    def release(self) -> None:
-        if self._memory is not None:
-            nbytes = self._memory.numel()
-            _check(_cudart().cudaHostUnregister(self._memory.data_ptr()), "cudaHostUnregister", nbytes)
-            self._memory = None
-
-
-def _cudart() -> Any:
-    return torch.cuda.cudart()
-
-
-def _check(code: Any, call: str, nbytes: int) -> None:
-    if int(code) != 0:
-        _take_pending_error()
-        raise DeviceStreamError("host registration", RuntimeError(f"{call} of {nbytes:,} bytes returned {code}"))
-
-
-def _take_pending_error() -> None:
-    # the runtime keeps a refusal for its thread, and torch raises it at the next kernel launch there, whoever's it is
-    with suppress(RuntimeError):
-        torch.empty(1, device="cuda").fill_(0)
-
-
 class _StreamRegistry:
     """The process's streams of streamflow, by device: no two users share one, and given-back ones are used again.
 
@@ -158,6 +128,7 @@ class CudaDevice:
         index = device.index if device is not None and device.index is not None else torch.cuda.current_device()
         self.torch_device = torch.device("cuda", index)
         self._meter = MemoryMeter(str(self.torch_device))
+        self.registrar = CudaRegistrar(self.torch_device)
         self._streams: list[torch.cuda.Stream] = []
         self._allocations: list[torch.cuda.Event] = []
 
@@ -200,9 +171,6 @@ class CudaDevice:
 
     def free(self, buffer: torch.Tensor) -> None:
         self._meter.give_back(buffer.numel())
-
-    def lock_pages(self, memory: torch.Tensor) -> CudaPageLock:
-        return CudaPageLock(memory)
 
     def memory(self) -> MemoryReading:
         free, total = torch.cuda.mem_get_info(self.torch_device)

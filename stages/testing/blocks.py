@@ -68,10 +68,13 @@ def in_pieces(blocks: ToyBlocks, wrap: WrapPiece = lambda block, piece: piece) -
 
 
 def _cut(block: int, image: BlockImage, wrap: WrapPiece) -> BlockImage:
-    if image.memory is None:
-        raise ValueError(f"{image.name} does not lie whole in memory, so it cannot be cut into pieces")
+    memory = image.memory
+    if memory is None:
+        if image.nbytes:
+            raise ValueError(f"{image.name} does not lie whole in memory, so it cannot be cut into pieces")
+        return image
     pieces = tuple(
-        wrap(block, MemoryPiece(r.offset_bytes, image.memory[r.offset_bytes : r.offset_bytes + r.nbytes].clone()))
+        wrap(block, MemoryPiece(r.offset_bytes, memory[r.offset_bytes : r.offset_bytes + r.nbytes].clone()))
         for r in image.layout.regions
         if r.nbytes
     )

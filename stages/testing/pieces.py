@@ -14,7 +14,7 @@ from streamflow.stages.images import Piece
 
 @attrs.define(eq=False)
 class WrappedPiece:
-    """Another piece, as it is. Base of the scripted ones."""
+    """Another piece, as it is but for being in memory: it has to be read. Base of the scripted ones."""
 
     inner: Piece
 
@@ -33,6 +33,9 @@ class WrappedPiece:
     @property
     def splittable(self) -> bool:
         return self.inner.splittable
+
+    runs = ()
+    page_locked = False
 
     def read_into(self, address: int, start: int, nbytes: int) -> None:
         self.inner.read_into(address, start, nbytes)

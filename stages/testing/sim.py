@@ -21,6 +21,7 @@ from streamflow.stages.errors import DeviceStreamError
 from streamflow.stages.layout import ALIGNMENT_BYTES
 from streamflow.stages.slots import POISON
 from streamflow.stages.testing.queues import Machine, Mark, SimLeftoverError, SimQueue
+from streamflow.stages.testing.registrar import ScriptedRegistrar
 from streamflow.stages.threads import ThreadCrew
 
 
@@ -87,19 +88,6 @@ def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
     target.copy_(source)
 
 
-class SimPageLock:
-    """A lock that only counts itself."""
-
-    def __init__(self, device: SimDevice) -> None:
-        self._device: SimDevice | None = device
-        device.num_page_locks += 1
-
-    def release(self) -> None:
-        if self._device is not None:
-            self._device.num_page_locks -= 1
-            self._device = None
-
-
 class SimDevice:
     """A device whose order of execution is drawn from ``seed``.
 
@@ -112,10 +100,14 @@ class SimDevice:
     def __init__(self, seed: int, *, memory_limit_bytes: int | None = None, can_lock_pages: bool = True) -> None:
         self._machine = Machine(seed)
         self._meter = MemoryMeter("sim", memory_limit_bytes)
-        self._can_lock_pages = can_lock_pages
+        self.registrar = ScriptedRegistrar(fails_at=None if can_lock_pages else 0)
         self._buffers: dict[int, torch.Tensor] = {}
         self._caller: SimStream | None = None
-        self.num_page_locks = 0
+
+    @property
+    def num_page_locks(self) -> int:
+        """Ranges of host memory that are page-locked now."""
+        return len(self.registrar.registered)
 
     async def open(self, crew: ThreadCrew) -> None:
         pass
@@ -148,11 +140,6 @@ class SimDevice:
             raise ValueError(f"a buffer of {buffer.numel()} bytes was freed that the sim device does not hold")
         self._meter.give_back(buffer.numel())
         buffer.fill_(POISON)
-
-    def lock_pages(self, memory: torch.Tensor) -> SimPageLock:
-        if not self._can_lock_pages:
-            raise DeviceStreamError("host registration", RuntimeError("the sim device was told to refuse"))
-        return SimPageLock(self)
 
     def memory(self) -> MemoryReading:
         limit = self._meter.limit_bytes

@@ -165,7 +165,7 @@ def open_direct(blocks: ToyBlocks) -> OpenTransfer:
     """Opens the direct transfer."""
 
     async def open_it(device: Device, stream: Stream, crew: ThreadCrew) -> Transfer:
-        return DirectTransfer(stream)
+        return DirectTransfer(stream, reads_any_memory=True)
 
     return open_it
 

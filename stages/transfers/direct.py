@@ -1,44 +1,62 @@
-"""Direct transfer: one asynchronous copy per block image (or per piece), with no host pass.
+"""Direct transfer: one asynchronous copy for each run of a block image in host memory, with no host pass.
 
 For memory that the device reads at full speed: page-locked images, and any memory where the device is the host.
 """
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Sequence
 
 import torch
 
 from streamflow.stages.devices.base import Event, Stream
-from streamflow.stages.images import BlockImage, MemoryPiece, Piece
+from streamflow.stages.errors import NotPageLockedError
+from streamflow.stages.images import BlockImage, Piece
 from streamflow.stages.transfers.base import Issued
 
 
 class DirectTransfer:
-    """Copies on one stream, in order; the copy stream belongs to the caller."""
+    """Copies on one stream, in order; the copy stream belongs to the caller.
+
+    ``reads_any_memory``: whether the device is the host, so that memory need not be page-locked and files are read
+    straight into slots. An accelerator would read the one slowly, holding up the loop, and the other not at all.
+    """
 
     name = "direct"
     scratch_bytes = 0
     staging_bytes = 0
 
-    def __init__(self, stream: Stream) -> None:
+    def __init__(self, stream: Stream, *, reads_any_memory: bool) -> None:
         self._stream = stream
+        self._reads_any_memory = reads_any_memory
 
     def fetch(self, image: BlockImage, slot: torch.Tensor, after: Sequence[Event]) -> Issued:
+        """Queue the copies.
+
+        :raises NotPageLockedError: if the device cannot read the image where it lies.
+        """
+        if not (self._reads_any_memory or image.page_locked):
+            raise NotPageLockedError(image.name)
         for event in after:
             self._stream.wait(event)
-        if image.memory is not None:
-            self._stream.copy(slot[: image.nbytes], image.memory)
-        else:
-            for piece in image.pieces:
-                self._copy_piece(piece, slot)
+        try:
+            with self._stream.activate():
+                for piece in image.pieces:
+                    self._copy_piece(piece, slot)
+        except BaseException as failure:
+            # it may be kept for as long as its offload, and the views in its frames would keep the source mapped
+            traceback.clear_frames(failure.__traceback__)
+            raise
         return Issued(self._stream.record())
 
     def _copy_piece(self, piece: Piece, slot: torch.Tensor) -> None:
-        target = slot[piece.offset_bytes : piece.offset_bytes + piece.nbytes]
-        if isinstance(piece, MemoryPiece):
-            self._stream.copy(target, piece.data)
-        else:  # a file, on a host device: read straight into the slot, in the stream's turn
+        start = piece.offset_bytes
+        for run in piece.runs:
+            self._stream.copy(slot[start : start + run.numel()], run)
+            start += run.numel()
+        if not piece.runs:  # a file: read straight into the slot, in the stream's turn
+            target = slot[start : start + piece.nbytes]
             self._stream.submit(lambda: piece.read_into(target.data_ptr(), 0, piece.nbytes), piece.nbytes)
 
     def close(self) -> None:

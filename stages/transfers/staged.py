@@ -9,9 +9,10 @@ from collections.abc import Mapping, Sequence
 import attrs
 import torch
 
-from streamflow.stages.devices.base import Device, Event, PageLock, Stream
+from streamflow.stages.devices.base import Device, Event, Registrar, Stream
 from streamflow.stages.host_memory import allocate_host
 from streamflow.stages.images import BlockImage
+from streamflow.stages.registration.page_lock import PageLock
 from streamflow.stages.signals import LoopEvent
 from streamflow.stages.threads import ThreadCrew, WorkerThread, wait_through
 from streamflow.stages.transfers.chunks import Chunk, largest_chunk, plan_chunks
@@ -66,7 +67,7 @@ class _Packing:
             self._finish_one()
 
     def _pack(self, chunk: Chunk, buffer: _StagingBuffer) -> None:
-        if buffer.reader is not None:
+        if buffer.reader is not None and not buffer.reader.is_done():  # each wait gives the interpreter away
             buffer.reader.wait()
         base = buffer.memory.data_ptr()
         for part in chunk.parts:
@@ -78,6 +79,8 @@ class _Packing:
 
     def _wait_for_slot(self) -> None:
         # As late as possible: the stream is shared with the block before, whose last chunks must not wait for our slot.
+        if self._after is None:  # set by whoever waited, once all waits were queued
+            return
         with self._lock:
             for event in self._after or ():
                 self._stream.wait(event)
@@ -156,9 +159,9 @@ class StagedTransfer:
 class _LockedMemory:
     """Page-locked host memory of exactly ``nbytes``."""
 
-    def __init__(self, device: Device, nbytes: int) -> None:
+    def __init__(self, registrar: Registrar, nbytes: int) -> None:
         self.memory = allocate_host(nbytes)
-        self._lock: PageLock | None = device.lock_pages(self.memory) if nbytes else None
+        self._lock = PageLock(registrar, self.memory) if nbytes else None
 
     def release(self) -> None:
         """Unlock it. Idempotent."""
@@ -180,11 +183,13 @@ async def open_staged(
 
     It holds two chunks of page-locked host memory for each thread, until it is closed.
 
-    :raises DeviceStreamError: if they cannot be page-locked; nothing is held then.
+    :raises HostRegistrationError: if they cannot be page-locked; nothing is held then.
     """
     size = largest_chunk([image.pieces for image in images], chunk_bytes)
     total = size * num_threads * BUFFERS_PER_THREAD
-    locked = await crew.call(lambda: _LockedMemory(device, total), undo=_LockedMemory.release, name="page-locking")
+    locked = await crew.call(
+        lambda: _LockedMemory(device.registrar, total), undo=_LockedMemory.release, name="page-locking"
+    )
     buffers = [
         _StagingBuffer(locked.memory[i * size : (i + 1) * size]) for i in range(num_threads * BUFFERS_PER_THREAD)
     ]

@@ -21,7 +21,7 @@ from streamflow.runtime.component import StreamedComponent
 from streamflow.runtime.offload_request import OffloadRequest
 from streamflow.runtime.outcomes import OutcomeCounter
 from streamflow.runtime.requests import Request
-from streamflow.runtime.statistics import OffloadStatistics, TransferChoice
+from streamflow.runtime.statistics import OffloadStatistics
 from streamflow.runtime.work import check_result, check_work
 from streamflow.stages.devices.base import Device
 from streamflow.stages.engine import Engine
@@ -29,6 +29,8 @@ from streamflow.stages.errors import EngineBrokenError, EngineClosedError
 from streamflow.stages.events import ObservedEvent
 from streamflow.stages.observers import DEFAULT_CAPACITY
 from streamflow.store.reports import StoreReport
+from streamflow.transfer_choice import TransferChoice
+from streamflow.weights.registering import RegistrationReport
 
 Params = ParamSpec("Params")
 Result = TypeVar("Result")
@@ -64,6 +66,7 @@ class Offload:
         component: StreamedComponent,
         admission: Admission,
         choice: TransferChoice,
+        registration: RegistrationReport,
         sizes: ModelSizes,
         store_report: StoreReport | None,
     ) -> None:
@@ -73,6 +76,7 @@ class Offload:
         self._component = component
         self._admission = admission
         self._choice = choice
+        self._registration = registration
         self._sizes = sizes
         self._store_report = store_report
         self._outcomes = OutcomeCounter()
@@ -147,6 +151,7 @@ class Offload:
             device=str(self._device.torch_device),
             choice=self._choice,
             store=self._store_report,
+            registration=self._registration,
             **attrs.asdict(self._sizes),
             num_running=len(occupancy.running),
             num_waiting=len(occupancy.waiting),

@@ -8,16 +8,8 @@ from streamflow.runtime.admission import Occupancy
 from streamflow.runtime.outcomes import RequestOutcomes
 from streamflow.stages.statistics import EngineStatistics
 from streamflow.store.reports import StoreReport
-
-
-@attrs.frozen
-class TransferChoice:
-    """The source of the blocks and the transfer, each with the reason."""
-
-    source: str
-    source_reason: str
-    transfer: str
-    transfer_reason: str
+from streamflow.transfer_choice import TransferChoice
+from streamflow.weights.registering import RegistrationReport
 
 
 @attrs.frozen
@@ -33,6 +25,7 @@ class OffloadStatistics:
     device: str
     choice: TransferChoice
     store: StoreReport | None
+    registration: RegistrationReport
     num_blocks: int
     num_resident_blocks: int
     model_bytes: int

@@ -13,9 +13,10 @@ from streamflow.binding.blocks import BoundBlock
 from streamflow.binding.inventory import region_bytes
 from streamflow.errors import HostMemoryError
 from streamflow.host_limits import available_host_bytes
-from streamflow.stages.devices.base import Device, PageLock
+from streamflow.stages.devices.base import Device
 from streamflow.stages.host_memory import allocate_host
 from streamflow.stages.images import BlockImage, MemoryPiece, memory_image, view_of
+from streamflow.stages.registration.page_lock import PageLock
 from streamflow.stages.threads import ThreadCrew
 
 
@@ -60,7 +61,7 @@ class PinnedImages:
         """Make all images. Cancellable between blocks.
 
         :raises HostMemoryError: if a block's image does not fit.
-        :raises DeviceStreamError: if the device refuses to lock its pages.
+        :raises HostRegistrationError: if the device refuses to lock its pages.
         """
         failures: list[Exception] = []
         indices = itertools.count()
@@ -91,7 +92,7 @@ class PinnedImages:
         for piece in _pieces(block):
             piece.read_into(memory.data_ptr() + piece.offset_bytes, 0, piece.nbytes)
         if block.layout.nbytes:
-            self._locks.append(self._device.lock_pages(memory))
+            self._locks.append(PageLock(self._device.registrar, memory))
         self._images[index] = memory_image(block.path, block.layout, memory, page_locked=True)
         with torch.inference_mode(False):
             block.replace_host([view_of(memory, view) for view in block.layout.views])
@@ -99,7 +100,7 @@ class PinnedImages:
     def release(self) -> None:
         """Unlock the pages; what the device refuses to unlock stays and can be tried again. Idempotent.
 
-        :raises DeviceStreamError: if the device refuses.
+        :raises HostRegistrationError: if the device refuses.
         """
         while self._locks:
             self._locks[-1].release()

@@ -22,12 +22,17 @@ from streamflow.weights.torch_dtypes import as_bits
 
 @attrs.frozen
 class FilePiece:
-    """A piece that lies in a file as it will lie in the slot; read with ``preadv``, any part of it."""
+    """A piece that lies in a file as it will lie in the slot; read with ``preadv``, any part of it.
+
+    ``registered`` is where it lies in a registered mapping of the file, in runs that can be copied at once. The list is
+    its owner's, who empties it before the registration ends; None if there never was one.
+    """
 
     offset_bytes: int
     nbytes: int
     file: CheckpointFile
     file_offset: int
+    registered: list[torch.Tensor] | None = attrs.field(default=None, eq=False, repr=False)
 
     @property
     def stored_bytes(self) -> int:
@@ -36,6 +41,14 @@ class FilePiece:
     @property
     def splittable(self) -> bool:
         return True
+
+    @property
+    def runs(self) -> tuple[torch.Tensor, ...]:
+        return tuple(self.registered or ())
+
+    @property
+    def page_locked(self) -> bool:
+        return bool(self.registered)
 
     def read_into(self, address: int, start: int, nbytes: int) -> None:
         """Put bytes ``start`` to ``start + nbytes`` of the piece at ``address``. Blocks; for worker threads.
@@ -69,6 +82,9 @@ class AdaptedPiece:
     @property
     def splittable(self) -> bool:
         return False
+
+    runs = ()
+    page_locked = False
 
     def read_into(self, address: int, start: int, nbytes: int) -> None:
         """Put the whole piece at ``address``; holes between strided elements become zeros. Blocks; for worker threads.

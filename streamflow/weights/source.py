@@ -15,10 +15,13 @@ from streamflow.stages.host_memory import allocate_host
 from streamflow.stages.images import BlockImage, view_of
 from streamflow.stages.layout import ImageLayout, Region
 from streamflow.stages.threads import ThreadCrew
+from streamflow.transfer_choice import SourceName
 from streamflow.weights.checkpoint import Checkpoint
 from streamflow.weights.checkpoint_plan import CheckpointPlan
+from streamflow.weights.file_extents import FileExtents
 from streamflow.weights.module_source import PinnedImages, module_images
 from streamflow.weights.pieces import checkpoint_block_pieces
+from streamflow.weights.registering import RegisteredFiles, RegistrationOptions, RegistrationReport
 
 
 class WeightSource(Protocol):
@@ -29,7 +32,7 @@ class WeightSource(Protocol):
     """
 
     @property
-    def name(self) -> str:
+    def name(self) -> SourceName:
         """``module`` or ``checkpoint``."""
 
     @property
@@ -41,8 +44,12 @@ class WeightSource(Protocol):
         """Why no block may be transferred directly, whatever its memory is like; None: it may."""
 
     @property
+    def registration(self) -> RegistrationReport:
+        """What came of registering its files, once it is prepared."""
+
+    @property
     def images(self) -> Mapping[int, BlockImage]:
-        """The block images, by block."""
+        """The block images, by block. They may not be read after `release`."""
 
     def fill(self, layout: ImageLayout, region: Region, target: torch.Tensor) -> None:
         """Bring a region of the fixed tensors to ``target`` on the device. Blocks."""
@@ -61,7 +68,10 @@ class WeightSource(Protocol):
         """The real bytes of a streamed tensor, on the host. Not to be written. Blocks."""
 
     def release(self) -> None:
-        """Give everything back. Idempotent."""
+        """Give everything back. Idempotent.
+
+        :raises StillRegisteredError: if the device keeps memory registered; all that is needed for it stays.
+        """
 
 
 class ModuleSource:
@@ -70,8 +80,9 @@ class ModuleSource:
     Page-locked images replace the tensors' own memory, and stay it after `release`.
     """
 
-    name = "module"
+    name: SourceName = "module"
     why_not_direct = None
+    registration = RegistrationReport()
 
     def __init__(
         self, inventory: Inventory, blocks: Sequence[BoundBlock], reason: str, num_pin_threads: int | None
@@ -111,19 +122,29 @@ class ModuleSource:
 
 
 class CheckpointSource:
-    """The checkpoint's files, as the plan assigns them. It owns the open checkpoint."""
+    """The checkpoint's files, as the plan assigns them. It owns the open checkpoint.
 
-    name = "checkpoint"
+    Their mappings are registered where ``options`` and the device allow it, and no adapter has to make a tensor.
+    """
+
+    name: SourceName = "checkpoint"
     host_image_bytes = 0
 
     def __init__(
-        self, inventory: Inventory, blocks: Sequence[BoundBlock], checkpoint: Checkpoint, plan: CheckpointPlan
+        self,
+        inventory: Inventory,
+        blocks: Sequence[BoundBlock],
+        checkpoint: Checkpoint,
+        plan: CheckpointPlan,
+        options: RegistrationOptions,
     ) -> None:
         self.reason = "every tensor of the model has exactly one source in the files" + _through_adapters(plan)
         self._checkpoint = checkpoint
         self._plan = plan
         self._fill_from_module = fill_from_module(inventory.fixed)
-        self.images: Mapping[int, BlockImage] = {
+        self._registered = RegisteredFiles(options, owner=self)
+        self.registration = RegistrationReport()
+        self.images: dict[int, BlockImage] = {
             index: BlockImage(
                 block.path, block.layout, checkpoint_block_pieces(block.layout, checkpoint, plan.assignments)
             )
@@ -138,7 +159,17 @@ class CheckpointSource:
         return name not in self._plan.assignments
 
     async def prepare(self, device: Device, crew: ThreadCrew) -> None:
-        pass
+        if self.why_not_direct is not None:
+            self.registration = RegistrationReport(problem=self.why_not_direct)
+            return
+        files = FileExtents()
+        for image in self.images.values():
+            files.add(image)
+        mappings = await crew.call(files.map, name="mapping")
+        self.registration = await self._registered.open(mappings, files.extents, device, crew)
+        if self.registration.problem is None:
+            for index, image in self.images.items():
+                self.images[index] = files.registered(image, self._registered.runs)
 
     def fill(self, layout: ImageLayout, region: Region, target: torch.Tensor) -> None:
         """Bring a region of fixed tensors to the device; what no file holds (other buffers) from the module."""
@@ -164,6 +195,7 @@ class CheckpointSource:
         return view_of(memory, view)
 
     def release(self) -> None:
+        self._registered.close(retry=self.release)
         self._checkpoint.close()
 
 

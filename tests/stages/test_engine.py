@@ -209,7 +209,7 @@ def opens(transfer: Transfer) -> OpenTransfer:
 
 
 async def open_direct(device: Device, stream: Stream, crew: ThreadCrew) -> Transfer:
-    return DirectTransfer(stream)
+    return DirectTransfer(stream, reads_any_memory=True)
 
 
 @asynccontextmanager

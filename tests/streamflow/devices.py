@@ -5,11 +5,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
 from streamflow.stages.devices.base import Event, Stream
 from streamflow.stages.devices.cpu import CpuCopyStream, CpuDevice, CpuEvent
+from streamflow.stages.testing.registrar import ScriptedRegistrar
 from streamflow.stages.threads import ThreadCrew, WorkerThread
 
 
@@ -92,6 +94,39 @@ class GatedCpuDevice(FarCpuDevice):
             yield
         finally:
             self.allow_all()
+
+
+class _CheckedStream(CpuCopyStream):
+    def __init__(self, name: str, thread: WorkerThread, registrar: ScriptedRegistrar) -> None:
+        super().__init__(name, thread, None)
+        self._registrar = registrar
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        start, end = source.data_ptr(), source.data_ptr() + source.numel()
+        homes = [base for base, size in self._registrar.registered.items() if base <= start and end <= base + size]
+        assert homes, "a copy of memory that is not registered, or that crosses the end of a range"
+        super().copy(target, source)
+
+
+class RegisteringDevice(FarCpuDevice):
+    """An accelerator that registers host memory, and copies only what lies in one registered range, as the driver does.
+
+    Any option of `ScriptedRegistrar` may be given.
+    """
+
+    def __init__(self, **script: Any) -> None:
+        super().__init__()
+        self.script = ScriptedRegistrar(**script)
+        self.registrar = self.script
+        self._checked_crew: ThreadCrew | None = None
+
+    async def open(self, crew: ThreadCrew) -> None:
+        await super().open(crew)
+        self._checked_crew = crew
+
+    def open_copy_stream(self, name: str) -> Stream:
+        assert self._checked_crew is not None
+        return _CheckedStream(name, self._checked_crew.start(f"streamflow {name} stream"), self.script)
 
 
 class FailingCopies(CpuDevice):

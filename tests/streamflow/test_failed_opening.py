@@ -23,6 +23,7 @@ from streamflow.runtime.component import StreamedComponent
 from streamflow.stages.devices.cpu import CpuDevice
 from streamflow.stages.engine import Engine
 from streamflow.stages.errors import DeviceMemoryError
+from streamflow.stages.registration.page_lock import PageLock
 from streamflow.stages.slots import Window
 from streamflow.weights.module_source import PinnedImages
 from streamflow.weights.source import CheckpointSource, ModuleSource
@@ -68,7 +69,7 @@ STAGES = {
     "the source prepares": Stage(ModuleSource, "prepare", in_place=True),
     "the first image is packed": Stage(PinnedImages, "_pack_block", in_place=True),
     "a later image is packed": Stage(PinnedImages, "_pack_block", num_successes=2),
-    "pages are locked": Stage(LateDevice, "lock_pages", device=LateDevice, num_successes=1),
+    "pages are locked": Stage(PageLock, "__init__", num_successes=1),
     "fixed tensors are loaded": Stage(FixedTensors, "load"),
     "fixed tensors are filled": Stage(ModuleSource, "fill", PAGEABLE, in_place=True, num_successes=1),
     "fixed tensors are shown": Stage(FixedTensors, "show_device", PAGEABLE, in_place=True),

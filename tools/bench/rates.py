@@ -13,6 +13,7 @@ from torch import nn
 from streamflow.stages.devices.base import Device, Stream
 from streamflow.stages.host_memory import allocate_host
 from streamflow.stages.images import MemoryPiece
+from streamflow.stages.registration.page_lock import PageLock
 from streamflow.stages.threads import ThreadCrew
 from streamflow.tools.bench.clock import Mark, intervals, mark
 
@@ -23,7 +24,7 @@ COPY_BYTES = 1 << 30
 def link_rate(device: Device, stream: Stream, nbytes: int = COPY_BYTES, num_copies: int = 8) -> float:
     """Bytes per second of copies on ``stream`` from page-locked memory; the median of ``num_copies``. Blocks."""
     source = allocate_host(nbytes)
-    lock = device.lock_pages(source)
+    lock = PageLock(device.registrar, source)
     target = device.allocate(nbytes)
     try:
         marks: list[Mark] = []

@@ -56,7 +56,12 @@ def _resident_count(ctx: click.Context, param: click.Parameter, value: str | Non
     "--pin-host-memory/--no-pin-host-memory",
     default=DEFAULTS["pin_host_memory"],
     show_default=True,
-    help="Page-lock images of a loaded module's blocks.",
+    help="Page-lock what blocks are streamed from.",
+)
+@click.option(
+    "--host-registration-limit-bytes",
+    type=int,
+    help="Most bytes of mapped files to page-lock, 0: none.  [default: all]",
 )
 @click.option("--packing-threads", type=int, help="Of the staged transfer.  [default: by the cores of this machine]")
 @click.option(

@@ -11,7 +11,7 @@ from streamflow.residency import choose_residents
 from streamflow.stages.layout import align_up
 from streamflow.tools.plan.model_dir import Component
 from streamflow.tools.plan.names import is_in_block, stacks_of
-from streamflow.tools.plan.sources import ComponentSizes, choose_source, plan_sources
+from streamflow.tools.plan.sources import ComponentSizes, choose_planned, plan_sources
 from streamflow.tools.plan.values import ComponentPlan, StackPlan
 from streamflow.weights.summary import StackSummary
 
@@ -33,7 +33,8 @@ def plan_component(
     num_slots, slot_bytes = min(config.window_blocks, len(streamed)), max(streamed, default=0)
     resident_bytes = sum(images[block] for block in residents)
     sources = plan_sources(_sizes(component, found, images), config, device_is_host) if images else ()
-    chosen, reason = choose_source(sources)
+    name, reason = choose_planned(sources, config, device_is_host)
+    chosen = next((source for source in sources if source.name == name), None)
     return ComponentPlan(
         name=component.name,
         kind=component.kind,
@@ -50,7 +51,7 @@ def plan_component(
         slot_bytes=slot_bytes,
         window_bytes=num_slots * slot_bytes,
         streamed_bytes=sum(streamed),
-        source=None if chosen is None else chosen.name,
+        source=name,
         source_reason=reason,
         sources=sources,
         device_bytes=num_slots * slot_bytes + resident_bytes + (0 if chosen is None else chosen.fixed_bytes),

@@ -53,6 +53,11 @@ def _component_notes(plan: ComponentPlan, host_available_bytes: int | None) -> I
             "copied; a loaded module's images would be page-locked and direct, for as much host memory."
         )
     chosen = plan.chosen
+    if chosen is not None and chosen.registered_bytes:
+        yield (
+            "whether this machine can register its files is tried when it is opened; if not, blocks are packed before "
+            "they are copied (`streamflow doctor` tells beforehand)."
+        )
     if chosen is not None and host_available_bytes is not None and chosen.weight_host_bytes > host_available_bytes:
         yield (
             f"the {chosen.name} source needs {format_bytes(chosen.weight_host_bytes)} of host memory, and "

@@ -82,7 +82,9 @@ def _print_device(components: list[ComponentPlan], device: str, console: Console
 
 def _print_sources(components: list[ComponentPlan], console: Console) -> None:
     table = plain_table(
-        "component", "source", "", "transfer", "weights", "locked", "staging", num_left=4, title="Host memory by source"
+        *("component", "source", "", "transfer", "weights", "locked", "registered", "staging"),
+        num_left=4,
+        title="Host memory by source",
     )
     for component in components:
         for index, source in enumerate(component.sources):
@@ -99,6 +101,7 @@ def _source_cells(source: SourcePlan, is_chosen: bool) -> Iterator[str | Text]:
     yield source.transfer or "none"
     yield format_bytes(source.weight_host_bytes)
     yield format_bytes(source.page_locked_bytes)
+    yield format_bytes(source.registered_bytes)
     yield format_bytes(source.staging_bytes)
 
 

@@ -11,11 +11,24 @@ from streamflow.errors import ConfigurationError
 from streamflow.stages.transfers.chunks import largest_chunk
 from streamflow.stages.transfers.staged import BUFFERS_PER_THREAD
 from streamflow.tools.plan.values import SourcePlan
-from streamflow.transfer_choice import choose_transfer
+from streamflow.transfer_choice import (
+    SourceCandidate,
+    SourceName,
+    choose_source,
+    choose_transfer,
+    why_not_page_locked,
+    why_not_registered_by_options,
+    why_too_much,
+)
 from streamflow.weights.checkpoint_plan import CheckpointFallback
 from streamflow.weights.preflight import preflight
 
-CHECKPOINT, MODULE = "checkpoint", "module"
+CHECKPOINT: SourceName = "checkpoint"
+MODULE: SourceName = "module"
+
+_REASONS = {
+    CHECKPOINT: "open_streamed reads blocks straight from the files, if the model proves to need exactly their tensors"
+}
 
 
 @attrs.frozen
@@ -42,29 +55,29 @@ def plan_sources(sizes: ComponentSizes, config: OffloadConfig, device_is_host: b
     return _plan_checkpoint(sizes, config, device_is_host), _plan_module(sizes, config, device_is_host)
 
 
-def choose_source(sources: Sequence[SourcePlan]) -> tuple[SourcePlan | None, str]:
-    """The first source that nothing stands against, and why it is this one; None if there is none."""
-    against = [f"no {source.name}: {source.problem}" for source in sources if source.problem is not None]
-    chosen = next((source for source in sources if source.problem is None), None)
-    if chosen is None:
-        return None, "; ".join(against) or "there are no blocks"
-    if chosen.name == CHECKPOINT:
-        return (
-            chosen,
-            "open_streamed reads blocks straight from the files, if the model proves to need exactly their tensors",
-        )
-    return chosen, "; ".join(against)
+def choose_planned(
+    sources: Sequence[SourcePlan], config: OffloadConfig, device_is_host: bool
+) -> tuple[str | None, str]:
+    """The source that would be chosen, and why it is this one; None if there is none."""
+    candidates = [SourceCandidate(source.name, _REASONS.get(source.name, ""), source.problem) for source in sources]
+    why_not = why_not_registered_by_options(config, device_is_host=device_is_host)
+    chosen, reason = choose_source(candidates, why_not_registered=why_not)
+    return None if chosen is None else chosen.name, reason
 
 
 def _plan_checkpoint(sizes: ComponentSizes, config: OffloadConfig, device_is_host: bool) -> SourcePlan:
     answer = preflight((), {}, (), config.topology)
-    transfer, reason = _transfer(CHECKPOINT, config, device_is_host, page_locked=False)
+    why_not = why_not_registered_by_options(config, device_is_host=device_is_host) or why_too_much(
+        sizes.block_weight_bytes, limit_bytes=config.host_registration_limit_bytes, available_bytes=None
+    )
+    transfer, reason = _transfer(CHECKPOINT, config, device_is_host, why_not)
     fallback = f"{answer.code}: {answer.reason}" if isinstance(answer, CheckpointFallback) else None
     return SourcePlan(
         name=CHECKPOINT,
         problem=fallback or (reason if transfer is None else None),
         weight_host_bytes=0,
         page_locked_bytes=0,
+        registered_bytes=sizes.block_weight_bytes if transfer == "direct" and not device_is_host else 0,
         staging_bytes=_staging_bytes(sizes, config) if transfer == "staged" else 0,
         fixed_bytes=sizes.fixed_image_bytes,
         transfer=transfer,
@@ -73,14 +86,15 @@ def _plan_checkpoint(sizes: ComponentSizes, config: OffloadConfig, device_is_hos
 
 
 def _plan_module(sizes: ComponentSizes, config: OffloadConfig, device_is_host: bool) -> SourcePlan:
-    pinned = config.pin_host_memory and config.transfer != "staged" and not device_is_host
-    transfer, reason = _transfer(MODULE, config, device_is_host, page_locked=pinned)
+    pinned = why_not_page_locked(config, device_is_host=device_is_host) is None
+    transfer, reason = _transfer(MODULE, config, device_is_host, None)
     images = sum(sizes.image_bytes)
     return SourcePlan(
         name=MODULE,
         problem=reason if transfer is None else None,
         weight_host_bytes=sizes.fixed_weight_bytes + (images if pinned else sizes.block_weight_bytes),
         page_locked_bytes=images if pinned else 0,
+        registered_bytes=0,
         staging_bytes=_staging_bytes(sizes, config) if transfer == "staged" else 0,
         fixed_bytes=0 if device_is_host else sizes.fixed_image_bytes,
         transfer=transfer,
@@ -88,16 +102,16 @@ def _plan_module(sizes: ComponentSizes, config: OffloadConfig, device_is_host: b
     )
 
 
-def _transfer(source: str, config: OffloadConfig, device_is_host: bool, *, page_locked: bool) -> tuple[str | None, str]:
+def _transfer(
+    source: SourceName, config: OffloadConfig, device_is_host: bool, why_not_registered: str | None
+) -> tuple[str | None, str]:
     """The transfer that would be chosen (None if there is none) and why."""
-    why_not_locked = f"the {source} source is pageable memory (pin_host_memory={config.pin_host_memory})"
     try:
-        chosen = choose_transfer(
-            config.transfer, device_is_host=device_is_host, page_locked=page_locked, why_not_locked=why_not_locked
+        return choose_transfer(
+            SourceCandidate(source), config, device_is_host=device_is_host, why_not_registered=why_not_registered
         )
     except ConfigurationError as refusal:
         return None, "; ".join(refusal.problems)
-    return chosen.name, chosen.reason
 
 
 def _staging_bytes(sizes: ComponentSizes, config: OffloadConfig) -> int:

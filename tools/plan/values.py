@@ -5,6 +5,7 @@ from __future__ import annotations
 import attrs
 
 from streamflow.tools.plan.model_dir import LeftOut
+from streamflow.transfer_choice import SourceName
 
 
 @attrs.frozen
@@ -24,15 +25,17 @@ class SourcePlan:
     """What streaming from one source would take.
 
     ``problem`` says why it cannot be the source; None if nothing stands against it. ``weight_host_bytes`` are private
-    host memory that holds weights, ``page_locked_bytes`` the part of it that is locked; ``staging_bytes`` are
+    host memory that holds weights, ``page_locked_bytes`` the part of it that is locked; ``registered_bytes`` are files'
+    pages in the page cache that would be locked there, if the machine proves able to; ``staging_bytes`` are
     page-locked buffers besides. ``fixed_bytes`` are device bytes of what is outside the blocks. ``transfer`` is
     ``direct`` or ``staged``; None if it is not possible.
     """
 
-    name: str
+    name: SourceName
     problem: str | None
     weight_host_bytes: int
     page_locked_bytes: int
+    registered_bytes: int
     staging_bytes: int
     fixed_bytes: int
     transfer: str | None

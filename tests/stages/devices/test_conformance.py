@@ -14,6 +14,7 @@ from streamflow.stages.devices.cpu import CpuDevice
 from streamflow.stages.errors import DeviceMemoryError, DeviceStreamError
 from streamflow.stages.host_memory import allocate_host
 from streamflow.stages.layout import ALIGNMENT_BYTES
+from streamflow.stages.registration.page_lock import PageLock
 from streamflow.stages.testing.sim import SimDevice
 from streamflow.stages.testing.walker import open_device
 
@@ -217,7 +218,7 @@ async def test_locked_pages_can_be_copied_from_and_are_given_back(device: Device
     async with open_device(device) as crew:
         memory = allocate_host(3 * 4096)
         memory.fill_(4)
-        lock = device.lock_pages(memory)
+        lock = PageLock(device.registrar, memory)
         buffer = device.allocate(memory.numel())
         stream = device.open_copy_stream("copy")
         stream.copy(buffer, memory)
@@ -225,7 +226,7 @@ async def test_locked_pages_can_be_copied_from_and_are_given_back(device: Device
         assert values_in(buffer) == {4}
         lock.release()
         lock.release()
-        again = device.lock_pages(memory)
+        again = PageLock(device.registrar, memory)
         again.release()
         device.free(buffer)
 

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from streamflow.stages.devices.cuda import CudaDevice, CudaStream
-from streamflow.stages.errors import DeviceMemoryError, DeviceStreamError
+from streamflow.stages.errors import DeviceMemoryError, HostRegistrationError
 from streamflow.stages.host_memory import allocate_host
+from streamflow.stages.registration.page_lock import PageLock
 from streamflow.stages.testing.walker import open_device
 
 pytestmark = [pytest.mark.gpu, pytest.mark.anyio]
@@ -60,10 +61,10 @@ async def test_a_refused_registration_leaves_the_device_usable() -> None:
     device = CudaDevice()
     memory = allocate_host(MIB)
     async with open_device(device) as crew:
-        lock = device.lock_pages(memory)
+        lock = PageLock(device.registrar, memory)
         assert memory.is_pinned()
-        with pytest.raises(DeviceStreamError, match="cudaHostRegister of 1,048,576 bytes"):
-            device.lock_pages(memory)
+        with pytest.raises(HostRegistrationError, match="cudaHostRegister of 1,048,576 bytes"):
+            PageLock(device.registrar, memory)
         buffer = device.allocate(MIB)
         stream = device.open_copy_stream("copy")
         stream.copy(buffer, memory)

@@ -5,133 +5,17 @@ A small script stands for `torch.cuda`; nothing here needs a GPU.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import attrs
 import pytest
 import torch
 
-from streamflow.stages.devices import cuda as cuda_module
 from streamflow.stages.devices.base import Event
 from streamflow.stages.devices.cpu import CpuEvent
-from streamflow.stages.devices.cuda import CudaDevice, CudaPageLock, CudaStream
+from streamflow.stages.devices.cuda import CudaDevice, CudaStream
 from streamflow.stages.errors import DeviceMemoryError, DeviceStreamError
-
-#: Streams that torch hands out in turn, for each device and priority.
-POOL_SIZE = 32
-
-
-@attrs.define(eq=False)
-class FakeStream:
-    """A stream of torch's pool: ``cuda_stream`` is its handle."""
-
-    cuda_stream: int
-    waited_for: list[FakeEvent] = attrs.field(factory=list)
-    failure: RuntimeError | None = None
-
-    def wait_event(self, event: FakeEvent) -> None:
-        if self.failure is not None:
-            raise self.failure
-        self.waited_for.append(event)
-
-
-@attrs.define(eq=False)
-class FakeEvent:
-    """An event that has happened, unless its stream failed."""
-
-    blocking: bool = False
-    recorded_on: FakeStream | None = None
-
-    def record(self, stream: FakeStream) -> None:
-        self.recorded_on = stream
-
-    def query(self) -> bool:
-        self._check()
-        return True
-
-    def synchronize(self) -> None:
-        self._check()
-
-    def _check(self) -> None:
-        if self.recorded_on is not None and self.recorded_on.failure is not None:
-            raise self.recorded_on.failure
-
-
-@attrs.define(eq=False)
-class FakeRuntime:
-    """The calls of the CUDA runtime that we make ourselves, what they are to return, and the error it keeps."""
-
-    register_code: int = 0
-    unregister_code: int = 0
-    pending: int | None = None
-    calls: list[tuple[str, int, int]] = attrs.field(factory=list)
-
-    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
-        self.calls.append(("register", address, nbytes))
-        self.pending = self.register_code or None
-        return self.register_code
-
-    def cudaHostUnregister(self, address: int) -> int:
-        self.calls.append(("unregister", address, 0))
-        self.pending = self.unregister_code or None
-        return self.unregister_code
-
-
-@attrs.define(eq=False)
-class FakeCuda:
-    """One device: a pool of streams, a current stream, free memory and what is active."""
-
-    runtime: FakeRuntime = attrs.field(factory=FakeRuntime)
-    free_bytes: int = 10_000
-    current: FakeStream = attrs.field(factory=lambda: FakeStream(0))
-    active: list[FakeStream] = attrs.field(factory=list)
-    num_streams: Iterator[int] = attrs.field(factory=itertools.count)
-
-    def new_stream(self, device: torch.device) -> FakeStream:
-        assert device == torch.device("cuda", 3)
-        return FakeStream(1000 + next(self.num_streams) % POOL_SIZE)
-
-    @contextmanager
-    def stream(self, stream: FakeStream) -> Iterator[None]:
-        self.active.append(stream)
-        yield
-        self.active.pop()
-
-    def empty(self, nbytes: int, *, device: torch.device | str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        assert device in (torch.device("cuda", 3), "cuda")
-        if self.runtime.pending is not None:  # simpler than in truth, where the launch after it raises
-            pending, self.runtime.pending = self.runtime.pending, None
-            raise RuntimeError(f"CUDA error: {pending}")
-        if nbytes > self.free_bytes:
-            raise torch.cuda.OutOfMemoryError("CUDA out of memory")
-        self.free_bytes -= nbytes
-        return REAL_EMPTY(nbytes, dtype=dtype)
-
-
-REAL_EMPTY = torch.empty
-
-
-@pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
-    """The script, in the place of `torch.cuda`."""
-    fake = FakeCuda()
-    monkeypatch.setattr(cuda_module, "_STREAMS", cuda_module._StreamRegistry())
-    monkeypatch.setattr(torch, "empty", fake.empty)
-    for name, value in {
-        "Event": FakeEvent,
-        "Stream": fake.new_stream,
-        "stream": fake.stream,
-        "current_stream": lambda device: fake.current,
-        "current_device": lambda: 3,
-        "cudart": lambda: fake.runtime,
-        "mem_get_info": lambda device: (fake.free_bytes, 10_000),
-        "memory_reserved": lambda device: 700,
-        "memory_allocated": lambda device: 300,
-    }.items():
-        monkeypatch.setattr(torch.cuda, name, value)
-    return fake
+from tests.stages.devices.cuda_script import POOL_SIZE, FakeCuda, FakeStream
 
 
 def raw(stream: object) -> FakeStream:
@@ -146,46 +30,6 @@ def test_the_device_is_the_one_named_or_the_current_one(cuda: FakeCuda) -> None:
     assert CudaDevice(torch.device("cuda")).torch_device == torch.device("cuda", 3)
     assert CudaDevice(torch.device("cuda", 1)).torch_device == torch.device("cuda", 1)
     assert not CudaDevice.is_host
-
-
-# Host registration
-
-
-def test_a_range_is_registered_whole_and_unregistered_by_its_base_once(cuda: FakeCuda) -> None:
-    memory = torch.zeros(8192, dtype=torch.uint8)
-    lock = CudaDevice().lock_pages(memory)
-    assert cuda.runtime.calls == [("register", memory.data_ptr(), 8192)]
-    lock.release()
-    lock.release()
-    assert cuda.runtime.calls[1:] == [("unregister", memory.data_ptr(), 0)]
-
-
-def test_a_refused_registration_is_a_typed_error_with_the_numbers(cuda: FakeCuda) -> None:
-    cuda.runtime.register_code = 801
-    with pytest.raises(DeviceStreamError, match="cudaHostRegister of 8,192 bytes returned 801"):
-        CudaPageLock(torch.zeros(8192, dtype=torch.uint8))
-    assert [call for call, *_ in cuda.runtime.calls] == ["register"]
-
-
-def test_a_refused_registration_is_not_told_again_to_the_next_who_computes_in_the_thread(cuda: FakeCuda) -> None:
-    cuda.runtime.register_code = 712
-    device = CudaDevice()
-    with pytest.raises(DeviceStreamError, match="returned 712"):
-        device.lock_pages(torch.zeros(8192, dtype=torch.uint8))
-    assert cuda.runtime.pending is None
-    device.allocate(100)
-
-
-def test_a_refused_unregistration_keeps_the_lock_so_that_it_can_be_tried_again(cuda: FakeCuda) -> None:
-    lock = CudaPageLock(torch.zeros(8192, dtype=torch.uint8))
-    cuda.runtime.unregister_code = 713
-    for _ in range(2):
-        with pytest.raises(DeviceStreamError, match="cudaHostUnregister of 8,192 bytes returned 713"):
-            lock.release()
-    cuda.runtime.unregister_code = 0
-    lock.release()
-    lock.release()
-    assert [call for call, *_ in cuda.runtime.calls] == ["register", "unregister", "unregister", "unregister"]
 
 
 # Streams

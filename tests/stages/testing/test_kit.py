@@ -167,7 +167,7 @@ def test_a_seed_draws_one_trial() -> None:
 async def test_a_trial_sees_more_memory_than_was_declared(monkeypatch: pytest.MonkeyPatch) -> None:
     def greedy(blocks: ToyBlocks) -> OpenTransfer:
         async def open_it(device: Device, stream: Stream, crew: ThreadCrew) -> Transfer:
-            transfer = DirectTransfer(stream)
+            transfer = DirectTransfer(stream, reads_any_memory=True)
             hidden = device.allocate(1 << 20)
             monkeypatch.setattr(transfer, "close", lambda: device.free(hidden), raising=True)
             return transfer

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from streamflow.stages.devices.cpu import CpuEvent
-from streamflow.stages.errors import DeviceStreamError
+from streamflow.stages.errors import DeviceStreamError, HostRegistrationError
+from streamflow.stages.registration.page_lock import PageLock
 from streamflow.stages.signals import LoopEvent
 from streamflow.stages.slots import POISON
 from streamflow.stages.testing.queues import SimLeftoverError, SimStuckError
@@ -133,8 +134,8 @@ def test_a_buffer_is_freed_once() -> None:
 
 
 def test_page_locks_can_be_refused() -> None:
-    with pytest.raises(DeviceStreamError, match="host registration"):
-        SimDevice(0, can_lock_pages=False).lock_pages(torch.zeros(10, dtype=torch.uint8))
+    with pytest.raises(HostRegistrationError, match="refused"):
+        PageLock(SimDevice(0, can_lock_pages=False).registrar, torch.zeros(10, dtype=torch.uint8))
 
 
 def test_streams_that_are_not_there_are_not_held() -> None:
@@ -170,7 +171,7 @@ async def test_closing_in_use_is_an_error_that_counts_what_is_left() -> None:
     stream.submit(lambda: None)
     stream.record()
     buffer = device.allocate(100)
-    lock = device.lock_pages(torch.zeros(10, dtype=torch.uint8))
+    lock = PageLock(device.registrar, torch.zeros(10, dtype=torch.uint8))
     with pytest.raises(SimLeftoverError, match="closed with work queued") as caught:
         async with open_device(device):
             pass

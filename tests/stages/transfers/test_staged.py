@@ -14,14 +14,15 @@ import pytest
 
 from streamflow.stages.devices.base import Device
 from streamflow.stages.devices.cpu import CpuDevice
-from streamflow.stages.errors import DeviceStreamError, EngineBrokenError, SourceReadError
+from streamflow.stages.errors import EngineBrokenError, HostRegistrationError, SourceReadError
 from streamflow.stages.events import EngineFailed, FetchFailed
 from streamflow.stages.images import MemoryPiece, Piece
 from streamflow.stages.opening import EngineOptions
 from streamflow.stages.testing.blocks import ToyBlocks, in_pieces, toy_blocks
 from streamflow.stages.testing.held import HeldCpuDevice
 from streamflow.stages.testing.pieces import FailingPiece, GatedPiece, WholePiece
-from streamflow.stages.testing.sim import SimDevice, SimPageLock
+from streamflow.stages.testing.queues import SimLeftoverError
+from streamflow.stages.testing.sim import SimDevice
 from streamflow.stages.testing.walker import open_device, open_staged, open_walker
 from streamflow.stages.transfers import staged
 
@@ -286,26 +287,21 @@ async def test_staging_is_page_locked_while_it_is_open() -> None:
 async def test_refused_page_locks_fail_the_opening_and_leave_nothing() -> None:
     device = SimDevice(0, can_lock_pages=False)
     blocks = toy_blocks([[4000]] * 3)
-    with pytest.raises(DeviceStreamError, match="host registration"):
+    with pytest.raises(HostRegistrationError, match="refused"):
         async with open_walker(device, blocks, EngineOptions(1), open_staged(blocks)):
             pytest.fail("the engine opened")
     assert device.memory().peak == 0
 
 
-async def test_a_page_lock_that_cannot_be_given_back_is_told_after_everything_else_is_freed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def refuse(self: SimPageLock) -> None:
-        real_release(self)
-        raise DeviceStreamError("host registration", RuntimeError("the driver refuses"))
-
-    real_release = SimPageLock.release
-    monkeypatch.setattr(SimPageLock, "release", refuse)
+async def test_a_page_lock_that_cannot_be_given_back_is_told_after_everything_else_is_freed() -> None:
     device = SimDevice(0)
+    device.registrar.num_stuck = 1
     blocks = toy_blocks([[4000]] * 3)
-    with pytest.raises(DeviceStreamError, match="the driver refuses"):
+    with pytest.raises(SimLeftoverError) as left:
         async with open_walker(device, blocks, EngineOptions(1), open_staged(blocks), residents=[0]) as walker:
             await walker.run([[0, 1, 2]])
+    assert (left.value.num_buffers, left.value.num_page_locks) == (0, 1)
+    assert isinstance(left.value.__context__, HostRegistrationError)
     assert device.memory().in_use == 0
 
 

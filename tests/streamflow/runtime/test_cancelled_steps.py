@@ -10,13 +10,12 @@ from typing import Any
 
 import anyio
 import pytest
-import torch
 from torch import nn
 
 import streamflow
 from streamflow import Offload
-from streamflow.stages.devices.base import PageLock
 from streamflow.stages.devices.cpu import CpuDevice
+from streamflow.stages.testing.registrar import ScriptedRegistrar
 from tests.streamflow.devices import FarCpuDevice
 from tests.streamflow.kit import ModelState, save_checkpoint, sha256_of, streamflow_threads
 from tests.streamflow.models import seeded, some_inputs
@@ -141,17 +140,11 @@ async def test_waiting_for_another_request(cancel_at: CancelAt) -> None:
     subject.check_restored(device)
 
 
-async def test_packing_stops_after_the_blocks_that_it_is_at(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_packing_stops_after_the_blocks_that_it_is_at() -> None:
     """Opening may pack for minutes; who cancels it does not wait for the rest."""
     subject, device = make_subject(num_blocks=9), FarCpuDevice()
     locked: list[int] = []
-    original = FarCpuDevice.lock_pages
-
-    def lock_pages(device: FarCpuDevice, memory: torch.Tensor) -> PageLock:
-        locked.append(memory.numel())
-        return original(device, memory)
-
-    monkeypatch.setattr(FarCpuDevice, "lock_pages", lock_pages)
+    device.registrar = ScriptedRegistrar(before_register=lambda: locked.append(1))
     with gated_reads() as gate, anyio.CancelScope() as scope:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(_open, subject, device)

@@ -40,7 +40,17 @@ def test_every_option_arrives(single: Path) -> None:
     plan = plan_of(
         single,
         *("--window", 3, "--resident-blocks", 2, "--resident-bytes", 50_000, "--resident-placement", "leading"),
-        *("--device", "cuda", "--transfer", "staged", "--no-pin-host-memory", "--packing-threads", 5),
+        *(
+            "--device",
+            "cuda",
+            "--transfer",
+            "staged",
+            "--no-pin-host-memory",
+            "--host-registration-limit-bytes",
+            9,
+            "--packing-threads",
+            5,
+        ),
         *("--staging-chunk-bytes", 4096, "--tensor-parallel-size", 2, "--hsdp", "--online-quantization", "fp8"),
         *("--stack", "blocks"),
     )
@@ -52,6 +62,7 @@ def test_every_option_arrives(single: Path) -> None:
         "device": "cuda",
         "transfer": "staged",
         "pin_host_memory": False,
+        "host_registration_limit_bytes": 9,
         "packing_threads": 5,
         "staging_chunk_bytes": 4096,
         "stacks": ["blocks"],
@@ -91,11 +102,19 @@ def test_people_get_the_same_figures(pipeline: Path) -> None:
         f"3 x {transformer['slot_bytes'] / 1000:.1f} kB = {transformer['window_bytes'] / 1000:.1f} kB",
         f"{transformer['device_bytes'] / 1000:.1f} kB",
         "chosen",
-        "the checkpoint source is pageable memory",
-        "the checkpoint is not the fastest source here",
+        "the mapped files are page-locked",
+        "whether this machine can register its files is tried when it is opened",
         "names and headers in the files alone",
     ):
         assert words in " ".join(result.stdout.split()), words
+
+
+def test_files_that_are_not_registered_are_said_to_be_slower_than_a_loaded_module(pipeline: Path) -> None:
+    result = run(pipeline, "--device", "cuda", "--host-registration-limit-bytes", "0")
+    text = " ".join(result.stdout.split())
+    assert "the checkpoint source is pageable memory (host_registration_limit_bytes=0)" in text
+    assert "the checkpoint is not the fastest source here" in text
+    assert "`streamflow doctor`" not in text
 
 
 def test_a_model_of_any_size_costs_nothing(tmp_path: Path) -> None:

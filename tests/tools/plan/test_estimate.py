@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from torch import nn
 from streamflow import OffloadConfig, OffloadStatistics, open_offload, open_streamed
 from streamflow.errors import ConfigurationError
 from streamflow.stages.devices.cpu import CpuDevice
+from streamflow.stages.testing.registrar import ScriptedRegistrar
 from streamflow.tools.plan.estimate import plan_component
 from streamflow.tools.plan.model_dir import Component, read_model_dir
 from streamflow.tools.plan.values import ComponentPlan, SourcePlan
@@ -38,6 +40,10 @@ class Accelerator(CpuDevice):
     """Host memory that behaves as if it were a device's own: nothing reads the source itself."""
 
     is_host = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.registrar = ScriptedRegistrar()
 
 
 @pytest.fixture(params=["single", "sharded"])
@@ -106,21 +112,45 @@ async def test_a_loaded_module_streams_as_planned(saved: Path, tiny_model: nn.Mo
 
 
 @pytest.mark.anyio
-@pytest.mark.parametrize("options", [{}, {"pin_host_memory": False, "packing_threads": 2}, {"transfer": "staged"}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"pin_host_memory": False, "packing_threads": 2},
+        {"transfer": "staged"},
+        {"host_registration_limit_bytes": 0},
+    ],
+    ids=str,
+)
 async def test_on_an_accelerator_both_stream_as_planned(
     saved: Path, build: Callable[[], nn.Module], tiny_model: nn.Module, options: Any
 ) -> None:
     config = OffloadConfig(device="cpu", **options)
     plan = plan_component(component_at(saved), config, device_is_host=False)
     async with open_streamed(build, saved, config, device=Accelerator()) as (offload, _):
-        check(plan, source_of(plan, "checkpoint"), offload.statistics())
+        statistics = offload.statistics()
+    checkpoint = source_of(plan, "checkpoint")
+    check(plan, checkpoint, statistics)
+    assert checkpoint.transfer == ("direct" if options == {} else "staged")
+    assert 0 <= statistics.registration.registered_bytes - checkpoint.registered_bytes < 4 * mmap.PAGESIZE
     module = source_of(plan, "module")
     async with open_offload(tiny_model, config, device=Accelerator()) as offload:
         check(plan, module, offload.statistics())
-    is_pinned = options == {}
+    is_pinned = options.get("transfer") != "staged" and options.get("pin_host_memory", True)
     assert module.transfer == ("direct" if is_pinned else "staged")
     fixed = sum(tensor.nbytes for name, tensor in tiny_model.state_dict().items() if not name.startswith("blocks."))
     assert module.weight_host_bytes == (fixed + plan.block_bytes if is_pinned else plan.weight_bytes)
+
+
+@pytest.mark.anyio
+async def test_more_than_may_be_registered_is_staged_as_planned(saved: Path, build: Callable[[], nn.Module]) -> None:
+    config = OffloadConfig(device="cpu", host_registration_limit_bytes=1000)
+    plan = source_of(plan_component(component_at(saved), config, device_is_host=False), "checkpoint")
+    async with open_streamed(build, saved, config, device=Accelerator()) as (offload, _):
+        choice = offload.statistics().choice
+    assert (plan.transfer, plan.registered_bytes) == (choice.transfer, 0) == ("staged", 0)
+    for reason in (plan.transfer_reason, choice.transfer_reason):
+        assert "bytes are over host_registration_limit_bytes=1,000" in reason
 
 
 @pytest.mark.anyio
@@ -146,7 +176,7 @@ async def test_a_checkpoint_that_cannot_stream_is_planned_from_the_module(
 
 
 def test_direct_from_pageable_memory_is_not_possible(saved: Path) -> None:
-    config = OffloadConfig(device="cpu", transfer="direct")
+    config = OffloadConfig(device="cpu", transfer="direct", host_registration_limit_bytes=0)
     plan = plan_component(component_at(saved), config, device_is_host=False)
     assert plan.source == "module"
     assert "transfer='direct' is not possible: the checkpoint source is pageable memory" in plan.source_reason

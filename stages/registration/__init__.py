@@ -1,0 +1,1 @@
+"""Page-locking host memory for a device: which ranges, in which pieces, whether it is safe to try, and the way back."""
