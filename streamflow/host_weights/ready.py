@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 
 import attrs
 from torch import nn
@@ -42,11 +42,36 @@ class Ready:
     is_skeleton: bool = False
 
 
-def from_entry(ownership: Ownership, lease: Lease, reason: str, *, in_module: bool) -> MakeSource:
-    """Makes the source that streams from ``lease``, which becomes the source's to close."""
+@attrs.frozen(eq=False)
+class HeldLease:
+    """A lease until a source takes it over: only the source knows when it must not be closed yet."""
+
+    lease: Lease
+    _closing: ExitStack
+
+    @classmethod
+    def of(cls, lease: Lease, stack: AsyncExitStack) -> HeldLease:
+        """``lease``, closed by ``stack`` unless it is handed over."""
+        closing = ExitStack()
+        closing.callback(lease.close)
+        stack.callback(closing.close)
+        return cls(lease, closing)
+
+    def hand_over(self) -> None:
+        """The lease is somebody else's to close from here on."""
+        self._closing.pop_all()
+
+
+def from_entry(
+    ownership: Ownership, held: HeldLease, config: OffloadConfig, reason: str, *, in_module: bool
+) -> MakeSource:
+    """Makes the source that streams from a lease, which becomes the source's to close."""
 
     def make_source(inventory: Inventory, blocks: tuple[BoundBlock, ...], backend: Device) -> WeightSource:
-        return ArtifactSource(blocks, lease, RestorePlan(ownership), reason, in_module=in_module)
+        plan = RestorePlan(ownership)
+        source = ArtifactSource(blocks, held.lease, plan, config, reason, in_module=in_module)
+        held.hand_over()
+        return source
 
     return make_source
 

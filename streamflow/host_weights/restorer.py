@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import attrs
 import torch
@@ -19,9 +19,12 @@ from streamflow.stages.devices.base import Device
 from streamflow.stages.host_memory import allocate_host
 from streamflow.stages.images import BlockImage, view_of
 from streamflow.stages.layout import ImageLayout, Region
+from streamflow.stages.registration.plan import Extent
 from streamflow.stages.threads import ThreadCrew
 from streamflow.store.draft import StoredImage
 from streamflow.store.lease import Lease
+from streamflow.transfer_choice import SourceName
+from streamflow.weights.registering import RegisteredFiles, RegistrationOptions, RegistrationReport
 
 
 def plan_restore(ownership: Ownership, lease: Lease) -> RestorePlan:
@@ -59,17 +62,30 @@ def _differences(needed: Sequence[StoredImage], stored: Sequence[StoredImage]) -
 
 @attrs.frozen
 class ArtifactPiece:
-    """A block image as it lies in the entry's file."""
+    """A block image as it lies in the entry's file.
+
+    ``registered`` is where it lies in a registered mapping of the file, in runs that can be copied at once. The list is
+    its owner's, who empties it before the registration ends; None if there never was one.
+    """
 
     lease: Lease
     image: int
     nbytes: int
     offset_bytes: int = 0
     splittable: bool = True
+    registered: list[torch.Tensor] | None = attrs.field(default=None, eq=False, repr=False)
 
     @property
     def stored_bytes(self) -> int:
         return self.nbytes
+
+    @property
+    def runs(self) -> tuple[torch.Tensor, ...]:
+        return tuple(self.registered or ())
+
+    @property
+    def page_locked(self) -> bool:
+        return bool(self.registered)
 
     def read_into(self, address: int, start: int, nbytes: int) -> None:
         """Put bytes of the image at ``address``. Blocks; for worker threads.
@@ -80,18 +96,25 @@ class ArtifactPiece:
 
 
 class ArtifactSource:
-    """The images of an entry. It owns the lease.
+    """The images of an entry. It owns the lease, and registers its mappings where ``options`` and the device allow it.
 
     ``in_module``: the module itself shows the entry's weights (its tensors were remapped), so that on a host device the
     fixed ones can stay where they are.
     """
 
-    name = "artifact"
+    name: SourceName = "store"
     why_not_direct = None
     host_image_bytes = 0
 
     def __init__(
-        self, blocks: Sequence[BoundBlock], lease: Lease, plan: RestorePlan, reason: str, *, in_module: bool
+        self,
+        blocks: Sequence[BoundBlock],
+        lease: Lease,
+        plan: RestorePlan,
+        options: RegistrationOptions,
+        reason: str,
+        *,
+        in_module: bool,
     ) -> None:
         self.reason = reason
         self.lease = lease
@@ -99,7 +122,9 @@ class ArtifactSource:
         self._blocks = blocks
         self._fixed_image = len(blocks)
         self._fixed_regions = _regions_by_name(plan.ownership.layouts[self._fixed_image])
-        self.images: Mapping[int, BlockImage] = {
+        self._registered = RegisteredFiles(options, owner=self)
+        self.registration = RegistrationReport()
+        self.images: dict[int, BlockImage] = {
             index: BlockImage(block.path, block.layout, _pieces(lease, index, block.layout))
             for index, block in enumerate(blocks)
         }
@@ -108,7 +133,16 @@ class ArtifactSource:
         return self._in_module
 
     async def prepare(self, device: Device, crew: ThreadCrew) -> None:
-        pass
+        places = {index: self.lease.place(index) for index, image in self.images.items() if image.nbytes}
+        files = sorted({place.file for place in places.values()})
+        mappings = await crew.call(lambda: [self.lease.mapping(file) for file in files], name="mapping")
+        extents = {
+            index: Extent(files.index(place.file), place.offset_bytes, place.nbytes) for index, place in places.items()
+        }
+        self.registration = await self._registered.open(mappings, [*extents.values()], device, crew)
+        if self.registration.problem is None:
+            for index, extent in extents.items():
+                self.images[index] = _registered(self.images[index], self._registered.runs(extent))
 
     def fill(self, layout: ImageLayout, region: Region, target: torch.Tensor) -> None:
         stored = self._fixed_regions[region.names[0]]
@@ -124,7 +158,14 @@ class ArtifactSource:
         return view_of(memory, view)
 
     def release(self) -> None:
+        self._registered.close(retry=self.release)
         self.lease.close()
+
+
+def _registered(image: BlockImage, runs: list[torch.Tensor]) -> BlockImage:
+    """``image`` where it lies in a registered mapping."""
+    pieces = tuple(attrs.evolve(piece, registered=runs) for piece in image.pieces if isinstance(piece, ArtifactPiece))
+    return attrs.evolve(image, pieces=pieces)
 
 
 def _pieces(lease: Lease, index: int, layout: ImageLayout) -> tuple[ArtifactPiece, ...]:

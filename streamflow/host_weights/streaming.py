@@ -14,21 +14,23 @@ from streamflow.host_weights.errors import EntryMissingError, UndeclaredProducer
 from streamflow.host_weights.identity import SourceIdentity, source_identity
 from streamflow.host_weights.ownership import Ownership, ownership_of
 from streamflow.host_weights.producer import draft_of_checkpoint
-from streamflow.host_weights.ready import Ready, from_entry, open_ready
+from streamflow.host_weights.ready import HeldLease, Ready, from_entry, open_ready
 from streamflow.host_weights.restorer import plan_restore
 from streamflow.host_weights.sharing import Loaded, metadata_of, share_loaded
 from streamflow.host_weights.support import check_not_quantized, check_topology
 from streamflow.model_request import ModelRequest
-from streamflow.opening import inventory_of
+from streamflow.opening import backend_of, inventory_of
 from streamflow.runtime.offload import Offload
-from streamflow.stages.threads import ThreadCrew, open_threads
+from streamflow.stages.threads import ThreadCrew, open_tasks, open_threads
 from streamflow.store.errors import EntryRejectedError, StoreError
 from streamflow.store.hashing import Progress
-from streamflow.store.lease import Lease
+from streamflow.store.paths import StorePaths
 from streamflow.store.reports import StoreOutcome, StoreReport
 from streamflow.store.store import HostWeightStore, open_store
+from streamflow.transfer_choice import SourceCandidate, choose_source, why_not_registered_by_options
 from streamflow.weights.checkpoint import Checkpoint, open_checkpoint
 from streamflow.weights.checkpoint_plan import CheckpointFallback, CheckpointPlan
+from streamflow.weights.registering import probe_ahead
 
 #: What streamflow itself does to a checkpoint's weights; to be changed with it.
 PRODUCER = "streamflow checkpoint 1"
@@ -90,7 +92,9 @@ class _Opening:
         _check_declared(request)
         check_topology(request.config.topology, request.inputs)
         self.store = await self._stack.enter_async_context(open_store(request.config.store, crew))
-        skeleton = await crew.call(request.build_skeleton, name="building")
+        async with open_tasks() as beside:  # it takes a second or two, like building
+            beside.start_soon(self._probe, name="probe")
+            skeleton = await crew.call(request.build_skeleton, name="building")
         check_not_quantized(skeleton)
         checkpoint = await crew.call(
             lambda: open_checkpoint(request.checkpoint_dir), undo=Checkpoint.close, name="opening"
@@ -98,15 +102,20 @@ class _Opening:
         self._stack.push_async_callback(crew.call_through, checkpoint.close)
         identity = await self._identify(skeleton, checkpoint)
         self.source_id = identity.source_id
-        lease = await self._find(identity.source_id)
-        if lease is None and self.is_required:
+        held = await self._find(identity.source_id)
+        if held is None and self.is_required:
             raise EntryMissingError(identity.source_id)
-        if lease is None:
+        if held is None:
             async with self.store.publication_lock(identity.source_id):
-                lease = await self._find(identity.source_id)  # others may have published while we waited
-                if lease is None:
+                held = await self._find(identity.source_id)  # others may have published while we waited
+                if held is None:
                     return await self._produce(skeleton, checkpoint, identity)
-        return await self._restore(skeleton, lease, StoreOutcome.LOCAL_HIT)
+        return await self._restore(skeleton, held)
+
+    async def _probe(self) -> None:
+        request = self._request
+        on_its_disk = StorePaths(request.config.store.root).format_file
+        await probe_ahead([on_its_disk], request.config, backend_of(request.device, request.config), self._crew)
 
     async def _identify(self, skeleton: nn.Module, checkpoint: Checkpoint) -> SourceIdentity:
         request = self._request
@@ -121,7 +130,7 @@ class _Opening:
 
         return await self._crew.call(identify, name="identity")
 
-    async def _find(self, source_id: str) -> Lease | None:
+    async def _find(self, source_id: str) -> HeldLease | None:
         """The entry of the source, proven as far as the options ask; None if there is none any more.
 
         :raises EntryRejectedError: if it is damaged and must be used.
@@ -135,20 +144,15 @@ class _Opening:
             if self.is_required:
                 raise
             return None  # it was put aside: to be made again
-        return self._owned(lease)
+        return None if lease is None else HeldLease.of(lease, self._stack)
 
-    def _owned(self, lease: Lease | None) -> Lease | None:
-        if lease is not None:
-            self._stack.callback(lease.close)
-        return lease
-
-    async def _restore(self, skeleton: nn.Module, lease: Lease, outcome: StoreOutcome) -> Ready:
+    async def _restore(self, skeleton: nn.Module, held: HeldLease) -> Ready:
         """The finished skeleton, proven to need exactly what the entry holds."""
         await self._crew.call(lambda: self._request.finish(skeleton), name="finalising")
         inventory = self._claim(skeleton)
         ownership = ownership_of(skeleton, inventory)
-        plan_restore(ownership, lease)
-        return self._from_entry(skeleton, inventory, ownership, lease, outcome)
+        plan_restore(ownership, held.lease)
+        return self._from_entry(skeleton, inventory, ownership, held, StoreOutcome.LOCAL_HIT)
 
     def _claim(self, model: nn.Module) -> Inventory:
         """Claim the finished model, and see what it consists of."""
@@ -156,28 +160,45 @@ class _Opening:
         return inventory_of(model, self._request.config)
 
     def _from_entry(
-        self, skeleton: nn.Module, inventory: Inventory, ownership: Ownership, lease: Lease, outcome: StoreOutcome
+        self, skeleton: nn.Module, inventory: Inventory, ownership: Ownership, held: HeldLease, outcome: StoreOutcome
     ) -> Ready:
         reason = {
             StoreOutcome.LOCAL_HIT: "the store has the final weights",
             StoreOutcome.PUBLISHED: "the final weights were published straight from the files",
         }[outcome]
+        lease = held.lease
         report = StoreReport(outcome, reason, None, self.source_id, lease.content_id, lease.generation)
         return Ready(
             model=skeleton,
             inventory=inventory,
-            make_source=from_entry(ownership, lease, reason, in_module=False),
+            make_source=from_entry(ownership, held, self._request.config, reason, in_module=False),
             report=report,
             lease=lease,
             is_verified=outcome is StoreOutcome.PUBLISHED,
             is_skeleton=True,
         )
 
-    async def _produce(self, skeleton: nn.Module, checkpoint: Checkpoint, identity: SourceIdentity) -> Ready:
+    def _why_the_checkpoint(self) -> str | None:
+        """Why blocks are better read from the checkpoint's own files than from an entry yet to be made; None: no."""
+        config = self._request.config
+        if backend_of(self._request.device, config).is_host:
+            return None
+        why_not = why_not_registered_by_options(config, device_is_host=False)
+        chosen, _ = choose_source([SourceCandidate("store"), SourceCandidate("checkpoint")], why_not_registered=why_not)
+        if chosen is None or chosen.name == "store":
+            return None
+        return f"files are not registered ({why_not}), so the checkpoint streams as well as an entry would"
+
+    async def _produce(
+        self, skeleton: nn.Module, checkpoint: Checkpoint, identity: SourceIdentity
+    ) -> Ready | StoreReport:
         finished, answer = await self._crew.call(
             lambda: self._request.finished_skeleton(skeleton, checkpoint), name="preflight"
         )
         if isinstance(answer, CheckpointPlan):
+            reason = self._why_the_checkpoint()
+            if reason is not None:
+                return StoreReport(StoreOutcome.CANONICAL_FALLBACK, reason, None, self.source_id)
             return await self._produce_from_files(finished, checkpoint, answer, identity)
         return await self._produce_by_loading(finished, checkpoint, answer, identity)
 
@@ -190,10 +211,11 @@ class _Opening:
         metadata = metadata_of(skeleton, identity.inputs)
         draft = draft_of_checkpoint(ownership, inventory, checkpoint, plan, metadata)
         published = await self.store.publish(draft, source_id=identity.source_id, progress=self._progress)
-        lease = self._owned(await self.store.lease(published.content_id))
+        lease = await self.store.lease(published.content_id)
         if lease is None:
             raise EntryMissingError(published.content_id, "it was evicted at once")
-        return self._from_entry(skeleton, inventory, ownership, lease, StoreOutcome.PUBLISHED)
+        held = HeldLease.of(lease, self._stack)
+        return self._from_entry(skeleton, inventory, ownership, held, StoreOutcome.PUBLISHED)
 
     async def _produce_by_loading(
         self, skeleton: nn.Module, checkpoint: Checkpoint, fallback: CheckpointFallback, identity: SourceIdentity
