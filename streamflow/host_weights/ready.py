@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 
 import attrs
 from torch import nn
@@ -42,11 +42,31 @@ class Ready:
     is_skeleton: bool = False
 
 
-def from_entry(ownership: Ownership, lease: Lease, reason: str, *, in_module: bool) -> MakeSource:
-    """Makes the source that streams from ``lease``, which becomes the source's to close."""
+@attrs.frozen
+class OwnedLease:
+    """A lease that is closed with a stack, unless a source takes it over: it knows when it must not be closed yet."""
+
+    lease: Lease
+    closing: ExitStack
+
+    @classmethod
+    def with_stack(cls, lease: Lease, stack: AsyncExitStack) -> OwnedLease:
+        """``lease``, closed with ``stack``."""
+        closing = ExitStack()
+        closing.callback(lease.close)
+        stack.callback(closing.close)
+        return cls(lease, closing)
+
+
+def from_entry(
+    ownership: Ownership, owned: OwnedLease, reason: str, config: OffloadConfig, *, in_module: bool
+) -> MakeSource:
+    """Makes the source that streams from the lease, which becomes the source's to close."""
 
     def make_source(inventory: Inventory, blocks: tuple[BoundBlock, ...], backend: Device) -> WeightSource:
-        return ArtifactSource(blocks, lease, RestorePlan(ownership), reason, in_module=in_module)
+        source = ArtifactSource(blocks, owned.lease, RestorePlan(ownership), reason, config, in_module=in_module)
+        owned.closing.pop_all()
+        return source
 
     return make_source
 

@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import attrs
 import torch
@@ -19,9 +19,12 @@ from streamflow.stages.devices.base import Device
 from streamflow.stages.host_memory import allocate_host
 from streamflow.stages.images import BlockImage, view_of
 from streamflow.stages.layout import ImageLayout, Region
+from streamflow.stages.registration.plan import Extent
 from streamflow.stages.threads import ThreadCrew
 from streamflow.store.draft import StoredImage
 from streamflow.store.lease import Lease
+from streamflow.transfer_choice import SourceName
+from streamflow.weights.registering import RegisteredFiles, RegistrationOptions, RegistrationReport
 
 
 def plan_restore(ownership: Ownership, lease: Lease) -> RestorePlan:
@@ -59,13 +62,26 @@ def _differences(needed: Sequence[StoredImage], stored: Sequence[StoredImage]) -
 
 @attrs.frozen
 class ArtifactPiece:
-    """A block image as it lies in the entry's file."""
+    """A block image as it lies in the entry's file.
+
+    ``registered`` is where it lies in a registered mapping of the file, mostly in one run. The list is its owner's, who
+    empties it before the registration ends; None if there never was one.
+    """
 
     lease: Lease
     image: int
     nbytes: int
+    registered: list[torch.Tensor] | None = attrs.field(default=None, eq=False, repr=False)
     offset_bytes: int = 0
     splittable: bool = True
+
+    @property
+    def runs(self) -> tuple[torch.Tensor, ...]:
+        return tuple(self.registered or ())
+
+    @property
+    def page_locked(self) -> bool:
+        return bool(self.registered)
 
     @property
     def stored_bytes(self) -> int:
@@ -82,24 +98,35 @@ class ArtifactPiece:
 class ArtifactSource:
     """The images of an entry. It owns the lease.
 
+    Its files' mappings are registered where ``options`` and the device allow it: then each image is one copy.
+
     ``in_module``: the module itself shows the entry's weights (its tensors were remapped), so that on a host device the
     fixed ones can stay where they are.
     """
 
-    name = "artifact"
+    name: SourceName = "artifact"
     why_not_direct = None
     host_image_bytes = 0
 
     def __init__(
-        self, blocks: Sequence[BoundBlock], lease: Lease, plan: RestorePlan, reason: str, *, in_module: bool
+        self,
+        blocks: Sequence[BoundBlock],
+        lease: Lease,
+        plan: RestorePlan,
+        reason: str,
+        options: RegistrationOptions,
+        *,
+        in_module: bool,
     ) -> None:
         self.reason = reason
         self.lease = lease
+        self.registration = RegistrationReport()
+        self._registered = RegisteredFiles(options, owner=self)
         self._in_module = in_module
         self._blocks = blocks
         self._fixed_image = len(blocks)
         self._fixed_regions = _regions_by_name(plan.ownership.layouts[self._fixed_image])
-        self.images: Mapping[int, BlockImage] = {
+        self.images: dict[int, BlockImage] = {
             index: BlockImage(block.path, block.layout, _pieces(lease, index, block.layout))
             for index, block in enumerate(blocks)
         }
@@ -108,7 +135,22 @@ class ArtifactSource:
         return self._in_module
 
     async def prepare(self, device: Device, crew: ThreadCrew) -> None:
-        pass
+        extents = {index: self._extent(index) for index, image in self.images.items() if image.nbytes}
+        files = range(1 + max((extent.mapping for extent in extents.values()), default=-1))
+        mappings = await crew.call(lambda: [self.lease.mapping(file) for file in files], name="mapping")
+        self.registration = await self._registered.open(mappings, tuple(extents.values()), device, crew)
+        if self.registration.problem is None:
+            for index, extent in extents.items():
+                self._show_registered(index, extent)
+
+    def _extent(self, image: int) -> Extent:
+        place = self.lease.place(image)
+        return Extent(place.file, place.offset_bytes, self.images[image].nbytes)
+
+    def _show_registered(self, index: int, extent: Extent) -> None:
+        image = self.images[index]
+        piece = ArtifactPiece(self.lease, index, image.nbytes, self._registered.runs(extent))
+        self.images[index] = attrs.evolve(image, pieces=(piece,))
 
     def fill(self, layout: ImageLayout, region: Region, target: torch.Tensor) -> None:
         stored = self._fixed_regions[region.names[0]]
@@ -124,6 +166,7 @@ class ArtifactSource:
         return view_of(memory, view)
 
     def release(self) -> None:
+        self._registered.close(retry=self.release)
         self.lease.close()
 
 

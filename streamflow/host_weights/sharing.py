@@ -17,7 +17,7 @@ from streamflow.host_weights.identity import SourceIdentity
 from streamflow.host_weights.load_inputs import LoadInputs
 from streamflow.host_weights.ownership import Ownership, check_boundary, ownership_of
 from streamflow.host_weights.producer import draft_of_module
-from streamflow.host_weights.ready import Ready, from_entry, open_ready
+from streamflow.host_weights.ready import OwnedLease, Ready, from_entry, open_ready
 from streamflow.host_weights.remapping import give_memory_back, remap
 from streamflow.host_weights.restorer import plan_restore
 from streamflow.host_weights.support import check_not_quantized, check_topology
@@ -106,7 +106,7 @@ async def share_loaded(
     source_id = None if identity is None else identity.source_id
     try:
         ownership, outcome, lease = await _find_or_publish(store, loaded, identity, progress)
-        stack.callback(lease.close)
+        owned = OwnedLease.with_stack(lease, stack)
         report = _report(outcome, lease, source_id, loaded.config)
         if not report.remapped:
             return loaded.with_own_tensors(report)
@@ -118,7 +118,7 @@ async def share_loaded(
     return Ready(
         model=loaded.model,
         inventory=loaded.inventory,
-        make_source=from_entry(ownership, lease, report.reason, in_module=True),
+        make_source=from_entry(ownership, owned, report.reason, loaded.config, in_module=True),
         report=report,
         lease=lease,
         is_verified=outcome is StoreOutcome.PUBLISHED,

@@ -14,7 +14,7 @@ from streamflow.host_weights.errors import EntryMissingError, UndeclaredProducer
 from streamflow.host_weights.identity import SourceIdentity, source_identity
 from streamflow.host_weights.ownership import Ownership, ownership_of
 from streamflow.host_weights.producer import draft_of_checkpoint
-from streamflow.host_weights.ready import Ready, from_entry, open_ready
+from streamflow.host_weights.ready import OwnedLease, Ready, from_entry, open_ready
 from streamflow.host_weights.restorer import plan_restore
 from streamflow.host_weights.sharing import Loaded, metadata_of, share_loaded
 from streamflow.host_weights.support import check_not_quantized, check_topology
@@ -98,15 +98,15 @@ class _Opening:
         self._stack.push_async_callback(crew.call_through, checkpoint.close)
         identity = await self._identify(skeleton, checkpoint)
         self.source_id = identity.source_id
-        lease = await self._find(identity.source_id)
-        if lease is None and self.is_required:
+        owned = await self._find(identity.source_id)
+        if owned is None and self.is_required:
             raise EntryMissingError(identity.source_id)
-        if lease is None:
+        if owned is None:
             async with self.store.publication_lock(identity.source_id):
-                lease = await self._find(identity.source_id)  # others may have published while we waited
-                if lease is None:
+                owned = await self._find(identity.source_id)  # others may have published while we waited
+                if owned is None:
                     return await self._produce(skeleton, checkpoint, identity)
-        return await self._restore(skeleton, lease, StoreOutcome.LOCAL_HIT)
+        return await self._restore(skeleton, owned, StoreOutcome.LOCAL_HIT)
 
     async def _identify(self, skeleton: nn.Module, checkpoint: Checkpoint) -> SourceIdentity:
         request = self._request
@@ -118,7 +118,7 @@ class _Opening:
             name="identity",
         )
 
-    async def _find(self, source_id: str) -> Lease | None:
+    async def _find(self, source_id: str) -> OwnedLease | None:
         """The entry of the source, proven as far as the options ask; None if there is none any more.
 
         :raises EntryRejectedError: if it is damaged and must be used.
@@ -134,18 +134,16 @@ class _Opening:
             return None  # it was put aside: to be made again
         return self._owned(lease)
 
-    def _owned(self, lease: Lease | None) -> Lease | None:
-        if lease is not None:
-            self._stack.callback(lease.close)
-        return lease
+    def _owned(self, lease: Lease | None) -> OwnedLease | None:
+        return None if lease is None else OwnedLease.with_stack(lease, self._stack)
 
-    async def _restore(self, skeleton: nn.Module, lease: Lease, outcome: StoreOutcome) -> Ready:
+    async def _restore(self, skeleton: nn.Module, owned: OwnedLease, outcome: StoreOutcome) -> Ready:
         """The finished skeleton, proven to need exactly what the entry holds."""
         await self._crew.call(lambda: self._request.finish(skeleton), name="finalising")
         inventory = self._claim(skeleton)
         ownership = ownership_of(skeleton, inventory)
-        plan_restore(ownership, lease)
-        return self._from_entry(skeleton, inventory, ownership, lease, outcome)
+        plan_restore(ownership, owned.lease)
+        return self._from_entry(skeleton, inventory, ownership, owned, outcome)
 
     def _claim(self, model: nn.Module) -> Inventory:
         """Claim the finished model, and see what it consists of."""
@@ -153,17 +151,18 @@ class _Opening:
         return inventory_of(model, self._request.config)
 
     def _from_entry(
-        self, skeleton: nn.Module, inventory: Inventory, ownership: Ownership, lease: Lease, outcome: StoreOutcome
+        self, skeleton: nn.Module, inventory: Inventory, ownership: Ownership, owned: OwnedLease, outcome: StoreOutcome
     ) -> Ready:
         reason = {
             StoreOutcome.LOCAL_HIT: "the store has the final weights",
             StoreOutcome.PUBLISHED: "the final weights were published straight from the files",
         }[outcome]
+        lease = owned.lease
         report = StoreReport(outcome, reason, None, self.source_id, lease.content_id, lease.generation)
         return Ready(
             model=skeleton,
             inventory=inventory,
-            make_source=from_entry(ownership, lease, reason, in_module=False),
+            make_source=from_entry(ownership, owned, reason, self._request.config, in_module=False),
             report=report,
             lease=lease,
             is_verified=outcome is StoreOutcome.PUBLISHED,
@@ -187,10 +186,10 @@ class _Opening:
         metadata = metadata_of(skeleton, identity.inputs)
         draft = draft_of_checkpoint(ownership, inventory, checkpoint, plan, metadata)
         published = await self.store.publish(draft, source_id=identity.source_id, progress=self._progress)
-        lease = self._owned(await self.store.lease(published.content_id))
-        if lease is None:
+        owned = self._owned(await self.store.lease(published.content_id))
+        if owned is None:
             raise EntryMissingError(published.content_id, "it was evicted at once")
-        return self._from_entry(skeleton, inventory, ownership, lease, StoreOutcome.PUBLISHED)
+        return self._from_entry(skeleton, inventory, ownership, owned, StoreOutcome.PUBLISHED)
 
     async def _produce_by_loading(
         self, skeleton: nn.Module, checkpoint: Checkpoint, fallback: CheckpointFallback, identity: SourceIdentity
