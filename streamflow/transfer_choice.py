@@ -12,12 +12,12 @@ import attrs
 
 from streamflow.errors import ConfigurationError
 
-SourceName = Literal["store", "checkpoint", "module"]
+SourceName = Literal["artifact", "checkpoint", "module"]
 
 #: The best source first. A registered artifact is one copy for each block, a registered checkpoint one for each tensor;
 #: where neither is registered both are read alike, and the checkpoint is there without anything being published.
-WITH_REGISTRATION: tuple[SourceName, ...] = ("store", "checkpoint", "module")
-WITHOUT_REGISTRATION: tuple[SourceName, ...] = ("checkpoint", "store", "module")
+WITH_REGISTRATION: tuple[SourceName, ...] = ("artifact", "checkpoint", "module")
+WITHOUT_REGISTRATION: tuple[SourceName, ...] = ("checkpoint", "artifact", "module")
 
 
 class StreamingOptions(Protocol):
@@ -89,7 +89,7 @@ def choose_source(
         return None, "; ".join(against) or "there are no blocks"
     chosen, *others = possible
     reasons = [chosen.reason] if chosen.reason else against
-    if chosen.name == "store" and any(other.name == "checkpoint" for other in others):
+    if chosen.name == "artifact" and any(other.name == "checkpoint" for other in others):
         reasons = [*reasons, "its images are registered whole, which the checkpoint's tensors are not"]
     return chosen, "; ".join(reasons)
 

@@ -102,7 +102,7 @@ class ArtifactSource:
     fixed ones can stay where they are.
     """
 
-    name: SourceName = "store"
+    name: SourceName = "artifact"
     why_not_direct = None
     host_image_bytes = 0
 

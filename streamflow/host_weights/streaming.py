@@ -184,8 +184,8 @@ class _Opening:
         if backend_of(self._request.device, config).is_host:
             return None
         why_not = why_not_registered_by_options(config, device_is_host=False)
-        chosen, _ = choose_source([SourceCandidate("store"), SourceCandidate("checkpoint")], why_not_registered=why_not)
-        if chosen is None or chosen.name == "store":
+        chosen, _ = choose_source([SourceCandidate("artifact"), SourceCandidate("checkpoint")], why_not_registered=why_not)
+        if chosen is None or chosen.name == "artifact":
             return None
         return f"files are not registered ({why_not}), so the checkpoint streams as well as an entry would"
 

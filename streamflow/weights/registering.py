@@ -64,6 +64,8 @@ class RegisteredFiles:
         self._mappings: tuple[FileMapping, ...] = ()
         self._registration: Registration | None = None
         self._handed_out: list[list[torch.Tensor]] = []
+        # views that make closing a mapping an error for as long as something of it is registered
+        self._holds: list[memoryview] = []
 
     async def open(
         self,
@@ -81,7 +83,7 @@ class RegisteredFiles:
         if problem is not None:
             return RegistrationReport(problem=problem)
         started = time.perf_counter()
-        held = [HostMapping(m.path, m.address, m.nbytes, (m, self._owner)) for m in mappings]
+        held = [HostMapping(m.path, m.address, m.nbytes, self) for m in mappings]
         registration = Registration(device.registrar, held, extents, piece_bytes=self._options.registration_piece_bytes)
         problem = await self._why_not(registration, mappings, device, crew)
         if problem is None:
@@ -118,6 +120,7 @@ class RegisteredFiles:
     ) -> str | None:
         """Register; returns why it was refused, with nothing registered then."""
         self._mappings, self._registration = mappings, registration  # from here on there may be something to close
+        self._holds = [mapping.memory(0, mapping.nbytes) for mapping in mappings]
         try:
             await registration.open(crew, progress)
         except HostRegistrationError as refusal:
@@ -152,6 +155,8 @@ class RegisteredFiles:
         if errors:
             raise StillRegisteredError(", ".join(mapping.path for mapping in self._mappings), errors, retry)
         self._registration = None
+        for hold in self._holds:
+            hold.release()
 
 
 async def probe_file(path: str, device: Device, crew: ThreadCrew, deadline_s: float) -> str | None:

@@ -33,7 +33,7 @@ class WeightSource(Protocol):
 
     @property
     def name(self) -> SourceName:
-        """``module`` or ``checkpoint``."""
+        """``artifact``, ``checkpoint`` or ``module``."""
 
     @property
     def reason(self) -> str:

@@ -21,7 +21,7 @@ from streamflow.transfer_choice import (
 
 ADAPTERS = "adapters make tensors"
 REFUSED = "the probe did not answer"
-STORE = SourceCandidate("store", "published")
+ARTIFACT = SourceCandidate("artifact", "published")
 CHECKPOINT = SourceCandidate("checkpoint", "proven")
 MODULE = SourceCandidate("module", "loaded")
 
@@ -40,7 +40,7 @@ def chosen(
     return choose(candidates, options(transfer, **others), device_is_host=host, why_not_registered=refused)
 
 
-@pytest.mark.parametrize("candidate", [STORE, CHECKPOINT, MODULE], ids=lambda candidate: candidate.name)
+@pytest.mark.parametrize("candidate", [ARTIFACT, CHECKPOINT, MODULE], ids=lambda candidate: candidate.name)
 @pytest.mark.parametrize("transfer", ["auto", "direct"])
 def test_direct_where_the_device_can_read_the_source(candidate: SourceCandidate, transfer: str) -> None:
     on_host = chosen(candidate, transfer=transfer, host=True, refused="the device is the host")
@@ -54,7 +54,7 @@ def test_direct_where_the_device_can_read_the_source(candidate: SourceCandidate,
     assert (locked.source, locked.source_reason) == (candidate.name, candidate.reason)
 
 
-@pytest.mark.parametrize("candidate", [STORE, CHECKPOINT], ids=lambda candidate: candidate.name)
+@pytest.mark.parametrize("candidate", [ARTIFACT, CHECKPOINT], ids=lambda candidate: candidate.name)
 def test_files_that_are_not_registered_are_staged_and_asking_for_more_is_refused(candidate: SourceCandidate) -> None:
     choice = chosen(candidate, refused=REFUSED)
     assert choice.transfer == "staged"
@@ -73,7 +73,7 @@ def test_a_module_does_not_depend_on_the_registration_of_files() -> None:
 
 
 @pytest.mark.parametrize("host", [False, True])
-@pytest.mark.parametrize("candidate", [STORE, CHECKPOINT, MODULE], ids=lambda candidate: candidate.name)
+@pytest.mark.parametrize("candidate", [ARTIFACT, CHECKPOINT, MODULE], ids=lambda candidate: candidate.name)
 def test_staged_wherever_something_rules_direct_out(candidate: SourceCandidate, host: bool) -> None:
     adapted = attrs.evolve(candidate, why_not_direct=ADAPTERS)
     assert chosen(adapted, host=host).transfer_reason == ADAPTERS
@@ -88,10 +88,10 @@ def test_staged_when_asked_for(host: bool) -> None:
     assert (choice.transfer, choice.transfer_reason) == ("staged", "asked for")
 
 
-def test_the_store_is_preferred_with_registration_and_the_checkpoint_without() -> None:
-    for candidates in itertools.permutations([STORE, CHECKPOINT, MODULE]):
+def test_the_artifact_is_preferred_with_registration_and_the_checkpoint_without() -> None:
+    for candidates in itertools.permutations([ARTIFACT, CHECKPOINT, MODULE]):
         registered = chosen(*candidates)
-        assert (registered.source, registered.transfer) == ("store", "direct")
+        assert (registered.source, registered.transfer) == ("artifact", "direct")
         assert registered.source_reason.startswith("published; its images are registered whole")
         for refused in ("host_registration_limit_bytes=0", REFUSED):
             pageable = chosen(*candidates, refused=refused)

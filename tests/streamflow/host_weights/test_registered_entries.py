@@ -55,7 +55,7 @@ async def test_a_block_is_one_copy_from_the_registered_entry(stored: Stored) -> 
             assert len(device.script.registered) == statistics.registration.num_ranges > 0
         check_statistics(statistics, streams=True)
         assert report_of(offload).outcome is outcome
-        assert (statistics.choice.source, statistics.choice.transfer) == ("store", "direct")
+        assert (statistics.choice.source, statistics.choice.transfer) == ("artifact", "direct")
         assert (statistics.engine.staging_bytes, statistics.host_image_bytes) == (0, 0)
         assert statistics.registration.registered_bytes >= statistics.block_bytes
         assert device.script.registered == {}
@@ -78,7 +78,7 @@ async def test_a_refused_registration_streams_the_entry_staged_and_says_why(stor
     async with stored.streamed("preferred", device=device) as (offload, model):
         await compare(offload, model, CASE.calls, expected)
         statistics = offload.statistics()
-    assert (statistics.choice.source, statistics.choice.transfer) == ("store", "staged")
+    assert (statistics.choice.source, statistics.choice.transfer) == ("artifact", "staged")
     assert "the test wants it so" in statistics.choice.transfer_reason
 
 
@@ -94,7 +94,7 @@ async def test_with_registration_off_the_checkpoint_is_the_cheaper_start(
     assert stored.entries == []
     await stored.stream_and_compare("preferred")  # a host device needs no registration: published
     async with stored.streamed("preferred", device=RegisteringDevice(), **options) as (offload, _):
-        assert offload.statistics().choice.source == "store"  # now that it is there, it costs nothing more
+        assert offload.statistics().choice.source == "artifact"  # now that it is there, it costs nothing more
 
 
 async def test_what_the_device_does_not_give_back_keeps_the_lease_until_it_does(stored: Stored) -> None:
