@@ -18,6 +18,7 @@ from torch import nn
 
 from streamflow import Offload
 from streamflow.stages.devices.cpu import CpuDevice
+from streamflow.stages.engine import Engine
 from streamflow.stages.mailbox import Mailbox
 from tests.streamflow.kit import ModelState, resident_digests, sha256_of, streamflow_threads
 from tests.streamflow.models import Mlp, Stack, seeded, some_inputs
@@ -181,10 +182,9 @@ async def check_accounts(offload: Offload, blocks: Iterable[nn.Module]) -> None:
     assert (statistics.num_running, statistics.num_waiting) == (0, 0)
     engine = offload._engine
     planner, window = engine._planner, list(engine._window)
-    while (
-        planner._walking or planner._waiting or engine._doorbell._messages or not all(map(_is_settled, planner._slots))
-    ):
-        await anyio.lowlevel.checkpoint()
+    with offload.observe() as events:  # whatever changes on the loop is told there afterwards
+        while not _is_settled(engine):
+            await events.receive()
     assert not any(planner.claims_on(slot.index) for slot in window)
     holders = {slot.block: slot.buffer for slot in window if slot.block is not None}
     assert len(holders) == sum(slot.block is not None for slot in window), "a block is in two slots"
@@ -198,8 +198,11 @@ async def check_accounts(offload: Offload, blocks: Iterable[nn.Module]) -> None:
                 assert 0 <= tensor.data_ptr() - buffer.data_ptr() < buffer.numel(), f"block {index} is bound elsewhere"
 
 
-def _is_settled(slot: Any) -> bool:
-    return slot.block is None or slot.ready
+def _is_settled(engine: Engine) -> bool:
+    """Whether the engine has heard everything, and has nothing to do until the next pass."""
+    planner = engine._planner
+    is_busy = planner._walking or planner._waiting or engine._doorbell._messages
+    return not is_busy and all(slot.block is None or slot.ready for slot in planner._slots)
 
 
 class Steps(Generic[Result]):
