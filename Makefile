@@ -1,5 +1,6 @@
 # Two commands: `make demo` and `make test`. Each sets up everything it needs in .venv; only Python 3.11 or later, git and
-# make have to be there. PYTHON=python3.12 chooses the interpreter, ARGS="..." is handed to the program.
+# make have to be there. PYTHON=python3.12 chooses the interpreter, ARGS="..." is handed to the program. Tests run in as
+# many processes as the machine has cores, four at most (each loads torch and takes a gigabyte); ARGS="-n 0" is none.
 
 SHELL := /bin/sh
 .SUFFIXES:
@@ -14,7 +15,7 @@ demo: .venv/demo.stamp
 	$(bin)/streamflow demo $(ARGS)
 
 test: .venv/test.stamp
-	$(bin)/pytest $(ARGS)
+	$(bin)/pytest --numprocesses logical --maxprocesses 4 --dist loadgroup $(ARGS)
 
 .venv/demo.stamp: $(inputs) | $(bin)/python
 	$(install) --editable '.[demo]'

@@ -33,13 +33,19 @@ def pytest_configure(config: pytest.Config) -> None:
     hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist looks for groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave the `gpu` tests out where there is no CUDA device; asking for them there by ``-m gpu`` is an error."""
+    """Leave the `gpu` tests out where there is no CUDA device; asking for them there by ``-m gpu`` is an error.
+
+    Where there is one, they run one after the other, however many processes run the others.
+    """
+    needs_gpu = [item for item in items if item.get_closest_marker("gpu")]
     if torch.cuda.is_available():
+        for item in needs_gpu:
+            item.add_marker(pytest.mark.xdist_group("gpu"))
         return
     if "gpu" in config.getoption("markexpr").replace("not gpu", ""):
         raise pytest.UsageError("tests marked gpu were asked for, but torch finds no CUDA device on this machine")
-    needs_gpu = [item for item in items if item.get_closest_marker("gpu")]
     items[:] = [item for item in items if not item.get_closest_marker("gpu")]
     config.hook.pytest_deselected(items=needs_gpu)
 

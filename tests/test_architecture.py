@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import subprocess
 import sys
@@ -61,6 +62,7 @@ def python_files(folder: str) -> list[Path]:
     return [path for path in sorted((ROOT / folder).rglob("*.py")) if path.resolve() == path]
 
 
+@functools.cache
 def parse(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
 
@@ -72,11 +74,16 @@ EVERY_FILE = [path for folder in (*ALLOWED, "tests", ".ci") for path in python_f
 each_module = pytest.mark.parametrize("module", MODULES, ids=lambda module: module.name)
 
 
-def imports(tree: ast.AST) -> Iterator[str]:
+@functools.cache
+def imports(tree: ast.AST) -> frozenset[str]:
     """Every module that is imported anywhere in ``tree``, in functions and for type checkers too.
 
     ``from package import name`` counts as ``package.name`` where that is a module of ours, else as ``package``.
     """
+    return frozenset(_imports(tree))
+
+
+def _imports(tree: ast.AST) -> Iterator[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)

@@ -1,4 +1,4 @@
-"""The engine is exact in every order that the events allow: 1,000 seeds of the sim device for each transfer."""
+"""The engine is exact in every order that the events allow: 1,000 seeds of the sim device."""
 
 from __future__ import annotations
 
@@ -9,39 +9,45 @@ from streamflow.stages.testing.trials import OpenTransferFor, draw_trial, run_tr
 from streamflow.stages.testing.walker import open_direct, open_staged
 
 NUM_SEEDS = 1000
-NUM_CASES = 20
+NUM_CASES = 10
 LOOPS = ("asyncio", "trio")
+TRANSFERS: dict[str, OpenTransferFor] = {"direct": open_direct, "staged": open_staged}
 
 
-def seeds_of(case: int, loop: str) -> range:
-    """The seeds of a case; the two loops share the seeds between them."""
-    share = NUM_SEEDS // NUM_CASES // len(LOOPS)
-    first = (case * len(LOOPS) + LOOPS.index(loop)) * share
+def seeds_of(case: int, transfer: str, loop: str) -> range:
+    """The seeds of a case; the transfers and the loops share the seeds among them."""
+    sharers = [(each_transfer, each_loop) for each_transfer in TRANSFERS for each_loop in LOOPS]
+    share = NUM_SEEDS // NUM_CASES // len(sharers)
+    first = (case * len(sharers) + sharers.index((transfer, loop))) * share
     return range(first, first + share)
 
 
+def seeds_of_transfer(transfer: str) -> list[int]:
+    return [seed for case in range(NUM_CASES) for loop in LOOPS for seed in seeds_of(case, transfer, loop)]
+
+
 def test_every_seed_has_its_case() -> None:
-    seeds = [seed for case in range(NUM_CASES) for loop in LOOPS for seed in seeds_of(case, loop)]
-    assert sorted(seeds) == list(range(NUM_SEEDS))
+    assert sorted(seed for transfer in TRANSFERS for seed in seeds_of_transfer(transfer)) == list(range(NUM_SEEDS))
 
 
 @pytest.mark.anyio
-@pytest.mark.parametrize("open_transfer", [open_direct, open_staged], ids=["direct", "staged"])
+@pytest.mark.parametrize("transfer", TRANSFERS)
 @pytest.mark.parametrize("case", range(NUM_CASES))
-async def test_all_legal_orders_are_exact(case: int, open_transfer: OpenTransferFor, anyio_backend_name: str) -> None:
-    for seed in seeds_of(case, anyio_backend_name):
+async def test_all_legal_orders_are_exact(case: int, transfer: str, anyio_backend_name: str) -> None:
+    for seed in seeds_of(case, transfer, anyio_backend_name):
         trial = draw_trial(seed)
         with anyio.fail_after(20):
             try:
-                await run_trial(trial, open_transfer)
+                await run_trial(trial, TRANSFERS[transfer])
             except BaseException as failure:
                 failure.add_note(str(trial))
                 raise
 
 
-def test_the_seeds_cover_what_they_should() -> None:
-    """The seeds reach every number of blocks and window, residents, two places, skips and repeats."""
-    trials = [draw_trial(seed) for seed in range(NUM_SEEDS)]
+@pytest.mark.parametrize("transfer", TRANSFERS)
+def test_the_seeds_cover_what_they_should(transfer: str) -> None:
+    """The seeds of each transfer reach every number of blocks and window, residents, two places, skips and repeats."""
+    trials = [draw_trial(seed) for seed in seeds_of_transfer(transfer)]
     combinations = {(len(trial.blocks.images), trial.options.window_slots) for trial in trials}
     assert combinations == {(blocks, window) for blocks in range(1, 10) for window in range(1, 5)}
     assert {trial.options.num_places for trial in trials} == {1, 2}

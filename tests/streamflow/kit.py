@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 import streamflow
 from streamflow import Offload, OffloadStatistics
 from streamflow.stages.devices.cpu import CpuDevice
+from streamflow.stages.engine import Engine
 from tests.streamflow.models import Call, Case, bits_of
 
 Result = TypeVar("Result")
@@ -223,11 +224,28 @@ def check_statistics(statistics: OffloadStatistics, *, streams: bool) -> None:
     assert (statistics.state, statistics.num_running, statistics.num_waiting) == ("ready", 0, 0)
 
 
+async def settled(offload: Offload) -> None:
+    """Return once the engine has heard of all that its passes did, and has nothing to do until the next one.
+
+    For the offload's own loop.
+    """
+    with offload.observe() as events:  # whatever changes there is told afterwards
+        while not _is_settled(offload._engine):
+            await events.receive()
+
+
+def _is_settled(engine: Engine) -> bool:
+    planner = engine._planner
+    is_busy = planner._walking or planner._waiting or engine._doorbell._messages
+    return not is_busy and all(slot.block is None or slot.ready for slot in planner._slots)
+
+
 async def compare(offload: Offload, model: nn.Module, calls: Sequence[Call], expected: Sequence[str]) -> None:
-    """Two requests of one walk per call give the expected bytes."""
+    """Two requests of one walk per call give the expected bytes; all of it has been counted when this returns."""
     for request in range(NUM_REQUESTS):
         outputs = await offload.run(run_calls, model, calls)
         assert [sha256_of(output) for output in outputs] == list(expected), f"request {request} differs"
+    await settled(offload)
 
 
 async def stream_and_compare(

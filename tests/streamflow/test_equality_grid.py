@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tests.corners import CORNERS
 from tests.streamflow.kit import largest_block_bytes, stream_and_compare
 from tests.streamflow.models import CALLS, Case, blocks_of, mlp_stack
 
@@ -17,8 +18,6 @@ TRANSFERS: dict[str, dict[str, Any]] = {
     "staged": {"transfer": "staged", "staging_chunk_bytes": 1024, "packing_threads": 2},
 }
 GRID = [(num_blocks, window) for num_blocks in range(1, 10) for window in range(1, 5)]
-#: Where the number of blocks is a multiple of the window, one more, one less, and where the window holds them all.
-CORNERS = [(1, 1), (1, 4), (3, 2), (4, 2), (5, 3), (8, 4), (9, 4)]
 
 
 async def check(num_blocks: int, window: int, transfer: str) -> None:
@@ -35,15 +34,14 @@ async def check(num_blocks: int, window: int, transfer: str) -> None:
     assert statistics.choice.transfer == ("direct" if transfer == "auto" else "staged")
 
 
-@pytest.mark.parametrize("transfer", TRANSFERS)
 @pytest.mark.parametrize(("num_blocks", "window"), GRID)
 @pytest.mark.parametrize("anyio_backend", ["asyncio"])
-async def test_every_number_of_blocks_in_every_window(num_blocks: int, window: int, transfer: str) -> None:
-    await check(num_blocks, window, transfer)
+async def test_every_number_of_blocks_in_every_window(num_blocks: int, window: int) -> None:
+    await check(num_blocks, window, "auto")
 
 
 @pytest.mark.parametrize("transfer", TRANSFERS)
 @pytest.mark.parametrize(("num_blocks", "window"), CORNERS)
 @pytest.mark.parametrize("anyio_backend", ["trio"])
-async def test_corners_of_the_grid_under_the_other_loop(num_blocks: int, window: int, transfer: str) -> None:
+async def test_corners_of_the_grid_by_each_transfer(num_blocks: int, window: int, transfer: str) -> None:
     await check(num_blocks, window, transfer)

@@ -29,6 +29,7 @@ NOT_IN_FILES = {"strides", "tied inside a block", "blocks of several kinds"}
 
 
 @each_case
+@pytest.mark.parametrize("anyio_backend", ["trio"])
 async def test_every_model_streams_exactly(case: Case) -> None:
     statistics = await stream_and_compare(case)
     assert (statistics.choice.source, statistics.choice.transfer) == ("module", "direct")

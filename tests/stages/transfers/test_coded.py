@@ -22,6 +22,7 @@ from streamflow.stages.testing.trials import first_failure
 from streamflow.stages.testing.walker import WrongBytesError, open_walker
 from streamflow.stages.threads import ThreadCrew
 from streamflow.stages.transfers.base import Issued, Transfer
+from tests.corners import CORNERS
 
 HEADER_BYTES = 16
 NUM_SCRATCH = 2
@@ -132,8 +133,7 @@ def open_coding(blocks: ToyBlocks) -> OpenTransfer:
 
 
 @pytest.mark.anyio
-@pytest.mark.parametrize("window", range(1, 5))
-@pytest.mark.parametrize("num_blocks", range(1, 10))
+@pytest.mark.parametrize(("num_blocks", "window"), CORNERS)
 async def test_coded_images_arrive_exact(device: Device, num_blocks: int, window: int) -> None:
     blocks = coded(toy_blocks([[100 + 500 * (i % 5), 256, 1 + i] for i in range(num_blocks)]))
     options = EngineOptions(window, poison_freed_slots=True)

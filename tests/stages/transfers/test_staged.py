@@ -50,8 +50,7 @@ async def stream_three_passes(
 # Chunks
 
 
-@pytest.mark.parametrize("num_threads", [1, 2, 4])
-@pytest.mark.parametrize("chunk_bytes", [256, 1000, 4096, 1 << 20])
+@pytest.mark.parametrize(("chunk_bytes", "num_threads"), [(256, 1), (256, 4), (1000, 2), (4096, 4), (1 << 20, 1)])
 async def test_many_small_pieces_and_a_large_one(device: Device, chunk_bytes: int, num_threads: int) -> None:
     small = [1 + 13 * i % 300 for i in range(60)]
     blocks = in_pieces(toy_blocks([small, [20_000], [100, 20_000, 100], small]))

@@ -19,6 +19,7 @@ from streamflow.stages.testing.trials import first_failure
 from streamflow.stages.testing.walker import WrongBytesError, open_walker
 from streamflow.stages.threads import ThreadCrew
 from streamflow.stages.transfers.base import Issued, Transfer
+from tests.corners import CORNERS
 
 
 class TwoExtentTransfer:
@@ -60,8 +61,7 @@ def open_two_extents(blocks: ToyBlocks) -> OpenTransfer:
 
 
 @pytest.mark.anyio
-@pytest.mark.parametrize("window", range(1, 5))
-@pytest.mark.parametrize("num_blocks", range(1, 10))
+@pytest.mark.parametrize(("num_blocks", "window"), CORNERS)
 async def test_images_of_two_extents_arrive_exact(device: Device, num_blocks: int, window: int) -> None:
     blocks = toy_blocks([[100 + 500 * (i % 5), 256, 1 + i] for i in range(num_blocks)])
     options = EngineOptions(window, poison_freed_slots=True)

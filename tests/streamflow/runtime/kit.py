@@ -9,7 +9,6 @@ from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterable
 from typing import Any, Generic, TypeVar
 
 import anyio
-import anyio.lowlevel
 import anyio.to_thread
 import attrs
 import pytest
@@ -19,7 +18,7 @@ from torch import nn
 from streamflow import Offload
 from streamflow.stages.devices.cpu import CpuDevice
 from streamflow.stages.mailbox import Mailbox
-from tests.streamflow.kit import ModelState, resident_digests, sha256_of, streamflow_threads
+from tests.streamflow.kit import ModelState, resident_digests, settled, sha256_of, streamflow_threads
 from tests.streamflow.models import Mlp, Stack, seeded, some_inputs
 
 Result = TypeVar("Result")
@@ -175,16 +174,13 @@ def make_subject(num_blocks: int = 5, **script: Callable[[int], object]) -> Subj
 async def check_accounts(offload: Offload, blocks: Iterable[nn.Module]) -> None:
     """Fail unless nobody runs or waits, no pass holds a claim, and a block is bound to the slot that holds it, if any.
 
-    For the offload's own loop; what passes rang is heard first.
+    For the offload's own loop.
     """
     statistics = offload.statistics()
     assert (statistics.num_running, statistics.num_waiting) == (0, 0)
     engine = offload._engine
     planner, window = engine._planner, list(engine._window)
-    while (
-        planner._walking or planner._waiting or engine._doorbell._messages or not all(map(_is_settled, planner._slots))
-    ):
-        await anyio.lowlevel.checkpoint()
+    await settled(offload)
     assert not any(planner.claims_on(slot.index) for slot in window)
     holders = {slot.block: slot.buffer for slot in window if slot.block is not None}
     assert len(holders) == sum(slot.block is not None for slot in window), "a block is in two slots"
@@ -196,10 +192,6 @@ async def check_accounts(offload: Offload, blocks: Iterable[nn.Module]) -> None:
                 assert tensor.untyped_storage().nbytes() < tensor.numel() * tensor.element_size(), "that is no poison"
             else:
                 assert 0 <= tensor.data_ptr() - buffer.data_ptr() < buffer.numel(), f"block {index} is bound elsewhere"
-
-
-def _is_settled(slot: Any) -> bool:
-    return slot.block is None or slot.ready
 
 
 class Steps(Generic[Result]):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -97,12 +97,19 @@ FAULTS = [
     in_post_hook_of_model,
 ]
 each_fault = pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+#: Those that are where they are, whatever block they are given.
+OUTSIDE_BLOCKS = (after_the_last_block, in_pre_hook_of_model, in_post_hook_of_model)
 
 OPTIONS: list[dict[str, Any]] = [
     {"poison_freed_slots": True},
     {"transfer": "staged", "packing_threads": 1, "window_blocks": 1, "resident_blocks": 1},
 ]
 with_each_options = pytest.mark.parametrize("options", OPTIONS, ids=["direct", "staged-one-slot"])
+
+
+def cases(fault: Fault) -> Iterable[tuple[BaseException, int]]:
+    """Each error at each block at which the fault can raise it."""
+    return itertools.product(ERRORS, range(1 if fault in OUTSIDE_BLOCKS else NUM_BLOCKS))
 
 
 def is_the_error(caught: BaseException, error: BaseException) -> bool:
@@ -119,7 +126,7 @@ async def test_in_a_request(fault: Fault, options: dict[str, Any]) -> None:
     subject = make_subject(NUM_BLOCKS)
     device = CpuDevice()
     async with streamflow.open_offload(subject.model, options, device=device) as offload:
-        for error, block in itertools.product(ERRORS, range(NUM_BLOCKS)):
+        for error, block in cases(fault):
             with fault(subject, block, error):
                 try:
                     await offload.run(subject.forward)
@@ -137,7 +144,7 @@ def test_in_a_direct_call(fault: Fault, options: dict[str, Any]) -> None:
     subject = make_subject(NUM_BLOCKS)
     device = CpuDevice()
     with streamflow.offload(subject.model, options, device=device) as offload:
-        for error, block in itertools.product(ERRORS, range(NUM_BLOCKS)):
+        for error, block in cases(fault):
             with fault(subject, block, error):
                 try:
                     subject.forward()

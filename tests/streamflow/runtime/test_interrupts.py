@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import subprocess
 import sys
 import threading
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,37 +22,24 @@ from tests.streamflow.runtime.kit import make_subject
 
 ROOT = Path(__file__).resolve().parents[3]
 PROGRAMS = {
-    "plain": ("interrupted_plain", "main()"),
-    "asyncio": ("interrupted_loop", "main('asyncio')"),
-    "trio": ("interrupted_loop", "main('trio')"),
+    "plain": ("interrupted_plain", "main()", interrupted_plain.SCENARIOS),
+    "asyncio": ("interrupted_loop", "main('asyncio')", interrupted_loop.SCENARIOS),
+    "trio": ("interrupted_loop", "main('trio')", interrupted_loop.SCENARIOS),
 }
-CASES = [
-    *(("plain", scenario.__name__) for scenario in interrupted_plain.SCENARIOS),
-    *((loop, scenario.__name__) for loop in interrupted_loop.RUNS for scenario in interrupted_loop.SCENARIOS),
-]
 
 
-@functools.cache
-def run_program(kind: str) -> subprocess.CompletedProcess[str]:
-    """Run all scenarios of a kind in a process of their own, where interrupts belong to them."""
-    module, call = PROGRAMS[kind]
+@pytest.mark.slow
+@pytest.mark.parametrize(("module", "call", "scenarios"), PROGRAMS.values(), ids=PROGRAMS)
+def test_interrupted(module: str, call: str, scenarios: Sequence[Callable[..., None]]) -> None:
+    """All scenarios of a kind, in a process of their own, where interrupts belong to them; it ends well."""
     # at the end: the package under test is the installed one
     code = f"import sys; sys.path.append({str(ROOT)!r}); from tests.streamflow.runtime import {module} as m; m.{call}"
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=False)
-
-
-@pytest.mark.parametrize("kind", PROGRAMS)
-def test_the_program_ends_well(kind: str) -> None:
-    ended = run_program(kind)
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert not ended.stderr
-
-
-@pytest.mark.parametrize(("kind", "scenario"), CASES)
-def test_interrupted(kind: str, scenario: str) -> None:
-    ended = run_program(kind)
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=False)
     outcomes = dict(line.split(" ", 1) for line in ended.stdout.splitlines())
-    assert outcomes.get(scenario) == "ok", outcomes.get(scenario, ended.stderr)
+    wrong = {name: outcome for name, outcome in outcomes.items() if outcome != "ok"}
+    assert not wrong, "\n".join(f"{name}: {outcome}" for name, outcome in wrong.items())
+    assert list(outcomes) == [scenario.__name__ for scenario in scenarios], ended.stderr
+    assert (ended.returncode, ended.stderr) == (0, "")
 
 
 @pytest.mark.anyio

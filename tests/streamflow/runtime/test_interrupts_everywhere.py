@@ -6,6 +6,7 @@ Python looks for signals where a function begins, after calls into C, and where 
 from __future__ import annotations
 
 import dis
+import functools
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -27,6 +28,12 @@ PACKAGE = Path(streamflow.__file__).resolve().parent
 FOLDERS = (str(PACKAGE), str((PACKAGE / "stages").resolve()))
 
 
+@functools.cache
+def is_ours(file: str) -> bool:
+    """Whether that is a file of the package, by whatever link it is reached."""
+    return str(Path(file).resolve()).startswith(FOLDERS)
+
+
 class Interrupter:
     """A trace function that raises KeyboardInterrupt at the k-th such instruction in our code."""
 
@@ -39,7 +46,7 @@ class Interrupter:
 
     def trace(self, frame: FrameType, event: str, arg: Any) -> Callable[..., Any] | None:
         """What `sys.settrace` wants: it is called for each function that begins."""
-        if event != "call" or not str(Path(frame.f_code.co_filename).resolve()).startswith(FOLDERS):
+        if event != "call" or not is_ours(frame.f_code.co_filename):
             return None
         frame.f_trace_lines, frame.f_trace_opcodes = False, True
         self._look(frame)

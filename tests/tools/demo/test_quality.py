@@ -14,7 +14,7 @@ TEN_OF_EACH = [digit for digit in range(10) for _ in range(10)]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("seed", [0, 1])
 def test_generated_digits_read_as_asked_and_are_no_copies(
     model: DigitTransformer, classifier: DigitClassifier, split: DigitSplit, seed: int
 ) -> None:

@@ -81,6 +81,7 @@ def check(plan: ComponentPlan, source: SourcePlan, statistics: OffloadStatistics
 
 
 @pytest.mark.anyio
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 async def test_a_checkpoint_streams_as_planned(saved: Path, build: Callable[[], nn.Module], options: Any) -> None:
     config = OffloadConfig(device="cpu", **options)
@@ -98,6 +99,7 @@ async def test_a_checkpoint_streams_as_planned(saved: Path, build: Callable[[], 
 
 
 @pytest.mark.anyio
+@pytest.mark.parametrize("anyio_backend", ["trio"])
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 async def test_a_loaded_module_streams_as_planned(saved: Path, tiny_model: nn.Module, options: Any) -> None:
     config = OffloadConfig(device="cpu", **options)
