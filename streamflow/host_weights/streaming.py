@@ -184,7 +184,8 @@ class _Opening:
         if backend_of(self._request.device, config).is_host:
             return None
         why_not = why_not_registered_by_options(config, device_is_host=False)
-        chosen, _ = choose_source([SourceCandidate("artifact"), SourceCandidate("checkpoint")], why_not_registered=why_not)
+        candidates = [SourceCandidate("artifact"), SourceCandidate("checkpoint")]
+        chosen, _ = choose_source(candidates, why_not_registered=why_not)
         if chosen is None or chosen.name == "artifact":
             return None
         return f"files are not registered ({why_not}), so the checkpoint streams as well as an entry would"
