@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import os
+
+_SYNC_FILE_RANGE_WRITE = 2
+_sync_file_range = getattr(ctypes.CDLL(None), "sync_file_range", None)
+if _sync_file_range is not None:
+    _sync_file_range.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
 
 
 class FileOperations:
@@ -27,6 +33,11 @@ class FileOperations:
     def fsync(self, fd: int) -> None:
         """Bring a file, or the names in a folder, to the disk."""
         os.fsync(fd)
+
+    def start_writeback(self, fd: int, offset: int, nbytes: int) -> None:
+        """Ask for these bytes to go to the disk in the background; promises nothing, and cannot fail."""
+        if _sync_file_range is not None:
+            _sync_file_range(fd, offset, nbytes, _SYNC_FILE_RANGE_WRITE)
 
     def fchmod(self, fd: int, mode: int) -> None:
         """Set the permissions, whatever the umask is."""

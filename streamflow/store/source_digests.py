@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -21,7 +20,7 @@ from streamflow.weights.file_reading import read_fully
 SETTLE_S = 2.0
 
 
-async def digest_of_source(root: StoreRoot, path: str, crew: ThreadCrew, clock: Callable[[], float] = time.time) -> str:
+async def digest_of_source(root: StoreRoot, path: str, crew: ThreadCrew) -> str:
     """The SHA-256 of a file, from the cache where path, inode, size and times are those that were hashed.
 
     :raises SourceChangedError: if the file changed while it was hashed.
@@ -34,7 +33,7 @@ async def digest_of_source(root: StoreRoot, path: str, crew: ThreadCrew, clock: 
         known = await crew.call(partial(_recall, root, before), name="source digest")
         if known is not None:
             return known
-        began_s = clock()
+        began_s = time.time()
         digest = await hash_file(partial(_read, file, before["size"]), before["size"], crew)
         if await crew.call(partial(_key, file), name="source digest") != before:
             raise SourceChangedError(file.path)

@@ -59,6 +59,8 @@ class EntryWriter(Sink):
         file = self._data[place.file]
         with disk_errors("writing an entry", file.path):
             write_fully(self._root.files, file.fileno(), data, place.offset_bytes + start)
+        # the disk works while the next chunks are hashed; the fsync at the end has little left to wait for
+        self._root.files.start_writeback(file.fileno(), place.offset_bytes + start, data.nbytes)
 
     def finish(self, image: int) -> None:
         """The last image of a file brings it to the disk, while other threads go on with the next."""

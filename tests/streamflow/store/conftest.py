@@ -1,0 +1,26 @@
+"""What every test of the store gets: a root of its own, and a check that nothing of the store stays open."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from streamflow.store.descriptors import num_open
+
+pytest.register_assert_rewrite("tests.streamflow.store.kit")
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """A folder for a store, not there yet."""
+    return tmp_path / "store"
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays_open() -> Iterator[None]:
+    """Every descriptor that the store opened for the test was closed by its end."""
+    before = num_open()
+    yield
+    assert num_open() == before
