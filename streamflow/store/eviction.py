@@ -11,7 +11,7 @@ import attrs
 
 from streamflow.store.descriptors import open_descriptor
 from streamflow.store.eviction_policy import Candidate, EvictionPolicy, eviction_order, why_evicted
-from streamflow.store.generations import generations
+from streamflow.store.generations import content_ids, generations
 from streamflow.store.inventory import folder_bytes, list_candidates
 from streamflow.store.locks import still_names, try_lock
 from streamflow.store.manifest import LEASE_NAME
@@ -59,6 +59,7 @@ class Eviction:
                     self._remove(candidate)
                     self._total_bytes -= candidate.nbytes
                     return Evicted(candidate.content_id, candidate.generation, candidate.nbytes, reason)
+        self._remove_empty_folders()
         return None
 
     def _remove(self, candidate: Candidate) -> None:
@@ -68,8 +69,6 @@ class Eviction:
             if generations(paths, candidate.content_id) == [candidate.generation]:
                 self._forget(candidate.content_id)
             self._take_away(path)
-            with suppress(OSError):  # another generation is there
-                self._root.files.rmdir(paths.entry(candidate.content_id))
         with suppress(FileNotFoundError):
             self._root.files.unlink(paths.denied(candidate.content_id, candidate.generation))
 
@@ -84,6 +83,13 @@ class Eviction:
         with suppress(FileNotFoundError):
             self._root.files.unlink(f"{path}.json")
         return Evicted(*found, nbytes, "damaged")
+
+    def _remove_empty_folders(self) -> None:
+        """Those of entries without a generation."""
+        for content_id in content_ids(self._root.paths):
+            # an OSError: a generation is there, or was published just now
+            with suppress(_InUseError, OSError), self._locked(self._root.paths.publication_lock(content_id)):
+                self._root.files.rmdir(self._root.paths.entry(content_id))
 
     def _forget(self, content_id: str) -> None:
         """The sources go first: one that leads to nothing would do no harm, but stay for ever."""

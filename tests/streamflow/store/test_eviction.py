@@ -139,9 +139,10 @@ async def test_quarantined_generations_go_unless_they_are_leased(root: Path) -> 
 
 
 @pytest.mark.anyio
-async def test_an_eviction_that_stops_half_way_leaves_no_half_entry(root: Path, tmp_path: Path) -> None:
+async def test_an_eviction_that_stops_half_way_leaves_no_half_entry(quick_root: Path) -> None:
     """At every step: what is in its place afterwards is whole, and the next round finishes the work."""
     steps: list[str] = []
+    root = quick_root / "counted"
     content_id = await publish(root)
     async with opened(root, Scripted(lambda number, operation, arguments: steps.append(operation))) as store:
         before = len(steps)
@@ -153,7 +154,7 @@ async def test_an_eviction_that_stops_half_way_leaves_no_half_entry(root: Path, 
             if number >= stop:
                 raise OSError("stopped")
 
-        there = tmp_path / f"store-{stop}"
+        there = quick_root / str(stop)
         await publish(there)
         async with opened(there, Scripted(fail)) as store:
             await store.evict(EvictionPolicy(max_bytes=0))
