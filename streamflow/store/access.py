@@ -72,6 +72,7 @@ class StoreAccess:
     @asynccontextmanager
     async def publication_lock(self, identity: str) -> AsyncIterator[None]:
         """Hold the publication of ``identity`` for this task alone, among all processes."""
+        self.check()
         path = self.root.paths.publication_lock(identity)
         patience = Patience(f"publishing {identity}", self.options.publication_wait_s, "publication_wait_s")
         async with self.lock(path, patience):
@@ -79,6 +80,7 @@ class StoreAccess:
 
     async def lease(self, content_id: str) -> Lease | None:
         """The newest usable generation, checked as the options say; None: a miss."""
+        self.check()
         check_content_id(content_id)
         lease = await self._lease_patiently(content_id)
         if lease is not None and self.options.verification == "digest":

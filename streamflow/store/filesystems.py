@@ -50,7 +50,7 @@ class Filesystem:
 def filesystem_of(fd: int) -> Filesystem:
     """The filesystem of an open file or folder."""
     try:
-        with open(f"/proc/self/fdinfo/{fd}", encoding="ascii") as info:
+        with open(f"/proc/self/fdinfo/{fd}", encoding="utf-8") as info:
             described = info.read()
         with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as info:
             return parse_mounts(described, info.read())

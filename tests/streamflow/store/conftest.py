@@ -22,7 +22,7 @@ def root(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def quick_root(tmp_path: Path) -> Iterator[Path]:
-    """The same in memory, where there is such a filesystem, for tests that open hundreds of stores: a sync costs nothing."""
+    """The same in memory, where there is such a filesystem, for tests that open hundreds of stores."""
     if not os.access("/dev/shm", os.W_OK):
         yield tmp_path / "store"
         return

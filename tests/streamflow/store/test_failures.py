@@ -69,6 +69,7 @@ async def test_what_a_failing_disk_left_is_used_where_it_is_whole(root: Path) ->
 
 async def test_an_opening_that_fails_at_any_step_can_be_repeated(quick_root: Path) -> None:
     files = Scripted(lambda number, operation, arguments: None)
+    quick_root.mkdir()
     async with opened(quick_root / "counted", files):
         pass
     assert files.count > 20
