@@ -23,6 +23,7 @@ from streamflow.weights.strict_json import StrictJSONError, load_object
         (b"", "Expecting value"),
         (b'{"a": NaN}', "NaN is not a JSON number"),
         (b'{"a": -Infinity}', "-Infinity is not a JSON number"),
+        (b'{"a": 1e999}', "1e999 is larger than any number"),
         (b'{"\\ud800": 1}', "half a surrogate pair"),
         (b'{"a": "\\udfff"}', "half a surrogate pair"),
         (b'{"a":' + b"[" * 100_000, "nested too deeply"),
