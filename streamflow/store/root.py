@@ -74,10 +74,18 @@ def open_lock_file(files: FileOperations, path: str, mode: int) -> Descriptor:
     try:
         return open_descriptor(files, path, os.O_RDONLY)
     except FileNotFoundError:
-        lock = open_descriptor(files, path, os.O_RDONLY | os.O_CREAT, mode)
+        return _make_lock_file(files, path, mode)
+
+
+def _make_lock_file(files: FileOperations, path: str, mode: int) -> Descriptor:
+    lock = open_descriptor(files, path, os.O_RDONLY | os.O_CREAT, mode)
+    try:
         with suppress(PermissionError):  # somebody else was faster
             files.fchmod(lock.fileno(), mode)
-        return lock
+    except BaseException:
+        lock.close()
+        raise
+    return lock
 
 
 def _open_root(files: FileOperations, path: str) -> Descriptor:
