@@ -130,7 +130,8 @@ def _claim(files: FileOperations, path: str, flags: int, mode: int) -> Temporary
             files.fchmod(descriptor.fileno(), mode)  # whatever the umask is
             return Temporary(path, descriptor)
     except BaseException:
-        descriptor.close()
+        with descriptor, suppress(OSError):
+            remove_tree(files, path)
         raise
     descriptor.close()
     return None
