@@ -7,6 +7,8 @@ from pathlib import Path
 
 _CGROUP_V2 = Path("/sys/fs/cgroup")
 _CGROUP_V1 = Path("/sys/fs/cgroup/memory")
+#: The older kind of cgroup writes down a number, larger than this, where there is no limit.
+_NO_LIMIT = 1 << 62
 
 
 def available_host_bytes(meminfo: Path = Path("/proc/meminfo"), cgroups: Path | None = None) -> int | None:
@@ -25,11 +27,13 @@ def pinnable_host_bytes(meminfo: Path = Path("/proc/meminfo"), cgroups: Path | N
     return _least_headroom(meminfo, cgroups, ("inactive_file", "active_file"))
 
 
+def cgroup_available_bytes(cgroups: Path | None = None) -> int | None:
+    """Bytes that the cgroup allows to allocate now; None where it sets no limit."""
+    return min(_cgroups(cgroups, ("inactive_file",)), default=None)
+
+
 def _least_headroom(meminfo: Path, cgroups: Path | None, counted: tuple[str, ...]) -> int | None:
-    headrooms = [*_machine(meminfo), *_cgroup(cgroups or _CGROUP_V2, "memory.max", "memory.current", counted)]
-    if cgroups is None:
-        headrooms += _cgroup(_CGROUP_V1, "memory.limit_in_bytes", "memory.usage_in_bytes", counted)
-    return min(headrooms, default=None)
+    return min((*_machine(meminfo), *_cgroups(cgroups, counted)), default=None)
 
 
 def _machine(meminfo: Path) -> Iterator[int]:
@@ -42,9 +46,15 @@ def _machine(meminfo: Path) -> Iterator[int]:
             yield int(line.split()[1]) * 1024
 
 
+def _cgroups(root: Path | None, counted: tuple[str, ...]) -> Iterator[int]:
+    yield from _cgroup(root or _CGROUP_V2, "memory.max", "memory.current", counted)
+    if root is None:
+        yield from _cgroup(_CGROUP_V1, "memory.limit_in_bytes", "memory.usage_in_bytes", counted)
+
+
 def _cgroup(root: Path, limit_name: str, usage_name: str, counted: tuple[str, ...]) -> Iterator[int]:
     limit, usage = _number(root / limit_name), _number(root / usage_name)
-    if limit is not None and usage is not None:
+    if limit is not None and usage is not None and limit < _NO_LIMIT:
         yield max(0, limit - usage + _page_cache(root, counted))
 
 

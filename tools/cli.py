@@ -84,6 +84,11 @@ PROGRAMS = {
         "streamflow.tools.demo.command", "demo", "Draw digits with a resident and a streamed model, and compare."
     ),
     "plan": Program("streamflow.tools.plan.command", "plan", "Say what of a model would stream, before it is loaded."),
+    "doctor": Program(
+        "streamflow.tools.doctor.command",
+        "doctor",
+        "Say what this machine can do: the link, page-locking of mapped files, limits, the store's filesystem.",
+    ),
 }
 STORE = {
     "publish": Program(

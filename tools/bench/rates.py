@@ -25,17 +25,28 @@ def link_rate(device: Device, stream: Stream, nbytes: int = COPY_BYTES, num_copi
     """Bytes per second of copies on ``stream`` from page-locked memory; the median of ``num_copies``. Blocks."""
     source = allocate_host(nbytes)
     lock = PageLock(device.registrar, source)
-    target = device.allocate(nbytes)
+    try:
+        return copy_rate(device, stream, source, nbytes, num_copies)
+    finally:
+        lock.release()
+
+
+def copy_rate(device: Device, stream: Stream, source: torch.Tensor, piece_bytes: int, num_copies: int = 8) -> float:
+    """Bytes per second of copies of ``source`` to the device, in pieces of this size; the median of ``num_copies``.
+
+    Blocks. Nothing else may use ``stream``.
+    """
+    target = device.allocate(source.numel())
     try:
         marks: list[Mark] = []
         for _ in range(num_copies + 2):
-            stream.copy(target, source)
+            for to, what in zip(target.split(piece_bytes), source.split(piece_bytes), strict=True):
+                stream.copy(to, what)
             stream.submit(lambda: marks.append(mark(device.torch_device)))
         stream.record().wait()
-        return nbytes / statistics.median(intervals(marks[1:]))
+        return source.numel() / statistics.median(intervals(marks[1:]))
     finally:
         device.free(target)
-        lock.release()
 
 
 async def pack_rate(model: nn.Module, crew: ThreadCrew, num_threads: int, chunk_bytes: int, seconds: float) -> float:
