@@ -138,6 +138,14 @@ class ForkedOffloadError(StreamflowError, RuntimeError):
         )
 
 
+class ModelNameTakenError(StreamflowError, ValueError):
+    """Two offloads were to have one name among the metrics; ``model`` is the name."""
+
+    def __init__(self, model: str) -> None:
+        self.model = model
+        super().__init__(f"the metrics of {model!r} are those of another offload; give each a name of its own")
+
+
 class UnsuitableWorkError(StreamflowError, TypeError):
     """What was given to `Offload.run` cannot be called in a thread; ``work`` is its repr."""
 

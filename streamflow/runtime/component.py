@@ -15,6 +15,7 @@ from streamflow.binding.blocks import BoundBlock
 from streamflow.errors import BlocksBypassedError, GradientError, LoopThreadError
 from streamflow.runtime.admission import Admission
 from streamflow.runtime.loans import Loan
+from streamflow.spans import pass_span
 from streamflow.stages.devices.base import Device, Stream
 from streamflow.stages.engine import Engine
 from streamflow.stages.errors import EngineClosedError, StopForward
@@ -97,10 +98,12 @@ class StreamedComponent:
 
     def _run_pass(self, work: Callable[[], Any], *, whole: bool) -> Any:
         if self._state.place is not None:
-            return self._pass_in(self._state.place, work, whole)
+            with pass_span(self._name, self._state.place.request_id):
+                return self._pass_in(self._state.place, work, whole)
         if threading.get_ident() == self._loop_thread:
             raise LoopThreadError(self._name)
-        return self._run_from_outside(work, whole)
+        with pass_span(self._name, None):
+            return self._run_from_outside(work, whole)
 
     def _run_from_outside(self, work: Callable[[], Any], whole: bool) -> Any:
         """A pass of a thread that is no request: it occupies a place, and its own stream goes on after the pass."""

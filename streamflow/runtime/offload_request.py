@@ -10,10 +10,12 @@ import anyio
 
 from streamflow.errors import DeadlineExceededError, RequestReusedError
 from streamflow.interrupts import uninterrupted
+from streamflow.request_ids import working_for
 from streamflow.runtime.admission import Admission, Turn
 from streamflow.runtime.outcomes import OutcomeCounter
 from streamflow.runtime.requests import Request
 from streamflow.runtime.shared_state import shared_state_of
+from streamflow.spans import request_span
 from streamflow.stages.errors import StreamflowError
 
 Params = ParamSpec("Params")
@@ -25,7 +27,8 @@ Phase = Literal["new", "waiting", "running", "done"]
 class OffloadRequest:
     """One request, to be `run` once. Made by `Offload.request`; it holds nothing that would have to be given back.
 
-    ``request_id`` names it in errors, events and statistics. `phase` and `position` may be looked at from any thread.
+    ``request_id`` names it in errors, events, statistics, spans and logs (`RequestIdFilter`). `phase` and `position`
+    may be looked at from any thread.
     """
 
     def __init__(
@@ -74,7 +77,8 @@ class OffloadRequest:
             raise RequestReusedError(self.request_id)
         self._is_begun = True
         try:
-            result = await self._run_until_deadline(partial(work, *args, **kwargs))
+            with working_for(self.request_id), request_span(self.request_id, self.priority, self.deadline_s):
+                result = await self._run_until_deadline(partial(work, *args, **kwargs))
         except BaseException as failure:
             self._is_done = True
             self._outcomes.note(failure)

@@ -1,0 +1,64 @@
+"""What only events tell: how many passes share a walk, how long walks take, and how long requests have a place."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+
+from prometheus_client import Histogram
+from prometheus_client.metrics_core import Metric
+
+from streamflow.stages.events import ObservedEvent, RequestEnded, RequestStarted, WalkEnded, WalkStarted
+
+_PASSES = (1, 2, 3, 4, 6, 8, 12, 16, 24)
+_SECONDS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500)
+
+
+class EventHistograms:
+    """Histograms of any number of models. `note` is for the loop of the model's offload, `collect` for any thread.
+
+    Events may be lost before they come here: what has lost its beginning or its end is not counted.
+    """
+
+    def __init__(self) -> None:
+        self._walk_passes = _histogram("walk_passes", "Passes that began a walk together.", _PASSES)
+        self._walk_seconds = _histogram("walk_seconds", "Time from a walk's beginning to its end.", _SECONDS)
+        self._running_seconds = _histogram(
+            "request_running_seconds", "Time for which a request or a direct call had a place.", _SECONDS
+        )
+        self._walks: dict[str, tuple[int, float]] = {}
+        self._places: dict[tuple[str, int], float] = {}
+
+    def note(self, model: str, event: ObservedEvent) -> None:
+        """Count ``event``, which happened just now."""
+        match event:
+            case WalkStarted(walk_id, _, pass_ids):
+                self._walk_passes.labels(model).observe(len(pass_ids))
+                self._walks[model] = walk_id, time.monotonic()
+            case WalkEnded(walk_id):
+                began_id, began_at = self._walks.pop(model, (None, 0.0))
+                if began_id == walk_id:
+                    self._walk_seconds.labels(model).observe(time.monotonic() - began_at)
+            case RequestStarted(_, place):
+                self._places[model, place] = time.monotonic()
+            case RequestEnded(_, place) if (model, place) in self._places:
+                self._running_seconds.labels(model).observe(time.monotonic() - self._places.pop((model, place)))
+
+    def forget(self, model: str) -> None:
+        """Nothing more comes of ``model``."""
+        self._walks.pop(model, None)
+        for key in [key for key in self._places if key[0] == model]:
+            del self._places[key]
+        for histogram in self._all():
+            histogram.remove_by_labels({"model": model})
+
+    def collect(self) -> Iterator[Metric]:
+        for histogram in self._all():
+            yield from histogram.collect()
+
+    def _all(self) -> Iterable[Histogram]:
+        return (self._walk_passes, self._walk_seconds, self._running_seconds)
+
+
+def _histogram(name: str, meaning: str, buckets: tuple[float, ...]) -> Histogram:
+    return Histogram(f"streamflow_{name}", meaning, ("model",), registry=None, buckets=buckets)
