@@ -7,7 +7,7 @@ them, close it. Work on one stream happens in order; only events order streams a
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -102,6 +102,10 @@ class Device(Protocol):
     @property
     def is_host(self) -> bool:
         """Whether slots are ordinary host memory, which reads may fill directly."""
+
+    @property
+    def link(self) -> Hashable:
+        """The host link that copies to it go over: devices with an equal one share it."""
 
     async def open(self, crew: ThreadCrew) -> None:
         """Make the device usable; its threads, if any, belong to ``crew``."""

@@ -10,7 +10,7 @@ With one host thread the seed decides everything. With several, it decides among
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -116,6 +116,10 @@ class SimDevice:
         self._buffers: dict[int, torch.Tensor] = {}
         self._caller: SimStream | None = None
         self.num_page_locks = 0
+
+    @property
+    def link(self) -> Hashable:
+        return self
 
     async def open(self, crew: ThreadCrew) -> None:
         pass

@@ -21,6 +21,7 @@ from streamflow.runtime.component import StreamedComponent
 from streamflow.runtime.offload_request import OffloadRequest
 from streamflow.runtime.outcomes import OutcomeCounter
 from streamflow.runtime.requests import Request
+from streamflow.runtime.state_gate import StateGate
 from streamflow.runtime.statistics import OffloadStatistics, TransferChoice
 from streamflow.runtime.work import check_result, check_work
 from streamflow.stages.devices.base import Device
@@ -62,6 +63,7 @@ class Offload:
         engine: Engine,
         component: StreamedComponent,
         admission: Admission,
+        gate: StateGate,
         choice: TransferChoice,
         sizes: ModelSizes,
     ) -> None:
@@ -70,6 +72,7 @@ class Offload:
         self._engine = engine
         self._component = component
         self._admission = admission
+        self._gate = gate
         self._choice = choice
         self._sizes = sizes
         self._outcomes = OutcomeCounter()
@@ -148,6 +151,7 @@ class Offload:
             num_waiting=len(occupancy.waiting),
             occupancy=occupancy,
             outcomes=self._outcomes.counts,
+            serialised_by=tuple(map(str, self._gate.stateful)),
             engine=self._engine.statistics(),
         )
 

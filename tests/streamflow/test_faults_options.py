@@ -37,6 +37,13 @@ EVERY_OPTION: dict[str, Any] = {
     "hsdp": False,
     "online_quantization": None,
     "poison_freed_slots": True,
+    "max_running_requests": 3,
+    "max_passes_per_walk": 2,
+    "max_waiting_requests": 7,
+    "stateful_modules": (),
+    "admission_window_s": 0.5,
+    "close_mode": "drain",
+    "close_deadline_s": 3.0,
 }
 
 WRONG: dict[str, list[Any]] = {
@@ -55,6 +62,13 @@ WRONG: dict[str, list[Any]] = {
     "hsdp": [None, 1, "no"],
     "online_quantization": [True, 8],
     "poison_freed_slots": [None, 0],
+    "max_running_requests": [0, -1, 25, 2.0, None, True],
+    "max_passes_per_walk": [0, -1, 5, 1.5, False],
+    "max_waiting_requests": [-1, None, 0.5, True],
+    "stateful_modules": ["blocks.0", ["blocks.0"], (1,)],
+    "admission_window_s": [-0.1, float("inf"), float("nan"), None, "1", True],
+    "close_mode": ["stop", None, 1],
+    "close_deadline_s": [-1, float("inf"), None, "5"],
 }
 
 
