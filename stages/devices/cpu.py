@@ -148,8 +148,8 @@ class CpuDevice:
     """The host as a device.
 
     ``link_bytes_per_s``: copies take at least their bytes over this rate (None: as fast as memory). ``link``: a link
-    that other devices may have, too; it goes before ``link_bytes_per_s``. ``compute_units``: how many blocks may compute at once (None: any number). ``memory_limit_bytes``: allocations beyond fail (None: no
-    cap).
+    that other devices may have, too; it goes before ``link_bytes_per_s``. ``compute_units``: how many blocks may
+    compute at once (None: any number). ``memory_limit_bytes``: allocations beyond fail (None: no cap).
     """
 
     is_host = True

@@ -29,8 +29,8 @@ class TrialError(StreamflowError, RuntimeError):
 
 @attrs.frozen(eq=False)
 class Trial:
-    """``components``: the blocks of each, by name. ``passes``: for each place its passes, each a list of one component's
-    blocks. ``walk_source``: who walks together.
+    """``components``: the blocks of each, by name. ``passes``: for each place its passes, each a list of blocks of one
+    component. ``walk_source``: who walks together.
     """
 
     seed: int
@@ -50,15 +50,15 @@ class Trial:
     def __str__(self) -> str:
         sizes = [image.nbytes for image in self.blocks.images.values()]
         return (
-            f"seed {self.seed}: images of {sizes} bytes, components {dict(self.components)}, residents {self.residents}, "
-            f"{self.options}, {self.walk_source}, {self.passes}"
+            f"seed {self.seed}: images of {sizes} bytes, components {dict(self.components)}, "
+            f"residents {self.residents}, {self.options}, {self.walk_source}, {self.passes}"
         )
 
 
 def draw_trial(seed: int) -> Trial:
-    """1 to 9 blocks of unequal sizes in one component or two, a window of 1 to 4, residents or none, one to four places,
-    and three passes in each: in order, with blocks left out, out of turn, or with blocks that come again. Who waits for a
-    walk goes together, up to a number of passes; or one component's passes wait until every place has one.
+    """1 to 9 blocks of unequal sizes in one component or two, a window of 1 to 4, residents or none, one to four
+    places, and three passes in each: in order, with blocks left out, out of turn, or with blocks that come again. Those
+    who wait walk together, up to a number of passes; or passes of the one component wait until every place has one.
     """
     draw = random.Random(seed)
     num_blocks = draw.randint(1, MAX_BLOCKS)

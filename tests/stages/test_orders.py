@@ -41,7 +41,7 @@ async def test_all_legal_orders_are_exact(case: int, open_transfer: OpenTransfer
 
 
 def test_the_seeds_cover_what_they_should() -> None:
-    """The seeds reach every number of blocks and window, residents, several places and components, skips and repeats."""
+    """The seeds reach every number of blocks and window, residents, places and components, skips and repeats."""
     trials = [draw_trial(seed) for seed in range(NUM_SEEDS)]
     combinations = {(len(trial.blocks.images), trial.options.window_slots) for trial in trials}
     assert combinations == {(blocks, window) for blocks in range(1, 10) for window in range(1, 5)}
