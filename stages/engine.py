@@ -12,8 +12,9 @@ import itertools
 import math
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 
 import anyio
 import anyio.abc
@@ -32,6 +33,7 @@ from streamflow.stages.events import (
     FetchFailed,
     FetchIssued,
     FetchStarted,
+    LinkTurn,
     PassEnded,
     PassMessage,
     PassStarted,
@@ -40,9 +42,11 @@ from streamflow.stages.events import (
     SlotFree,
     SlowDeviceCall,
     WalkEnded,
+    WalkJoined,
     WalkStarted,
 )
 from streamflow.stages.images import BlockImage
+from streamflow.stages.links import LinkUser, join_link
 from streamflow.stages.mailbox import Mailbox
 from streamflow.stages.observers import Broadcast
 from streamflow.stages.passes import Pass
@@ -50,6 +54,7 @@ from streamflow.stages.places import Place, WaitTimes
 from streamflow.stages.signals import Doorbell
 from streamflow.stages.slots import Window
 from streamflow.stages.statistics import EngineStatistics
+from streamflow.stages.threads import WorkerThread
 from streamflow.stages.transfers.base import Fetching, Transfer
 from streamflow.stages.walks import Claim, Decision, Fetch, WalkPlanner
 
@@ -87,6 +92,7 @@ class Engine:
         copy_stream: Stream,
         binder: Binder,
         places: Sequence[Place],
+        open_watch: Callable[[], WorkerThread],
         nursery: anyio.abc.TaskGroup,
     ) -> None:
         self.places = tuple(places)
@@ -100,9 +106,13 @@ class Engine:
         self._transfer = transfer
         self._copy_stream = copy_stream
         self._binder = binder
+        self._open_watch = open_watch
+        self._watch: WorkerThread | None = None
         self._nursery = nursery
         self._doorbell: Doorbell[PassMessage] = Doorbell()
         self._pass_ids = itertools.count(1)
+        self._link: LinkUser
+        self._fetches: deque[Fetch] = deque()
         self._mailboxes: dict[int, Mailbox] = {}
         self._current: dict[int, Pass] = {}
         self._failure: BaseException | None = None
@@ -210,7 +220,7 @@ class Engine:
 
         No scope around the engine cancels it: whoever is shielded from that scope may still be in a pass.
         """
-        with self._until_stopped():
+        with self._until_stopped(), join_link(self._device.link, self._ring_for_turn) as self._link:
             await self._serve()
         if self._failure is not None:
             self.fail(self._failure)
@@ -315,16 +325,31 @@ class Engine:
             self._publish_walks(decision)
             for claim in decision.claims:
                 self._tell(claim)
-            issued_at_once = [self._start_fetch(fetch) for fetch in decision.fetches]
-            if not any(issued_at_once):
+            for fetch in decision.fetches:
+                self._fetches.append(fetch)
+                self._link.ask(self._images[fetch.block].nbytes)
+            if not self._take_turns():
                 return
 
+    def _take_turns(self) -> bool:
+        """Begin the fetches that may use the link now; returns whether the copies of one are all queued already."""
+        issued_at_once = False
+        while self._link.turns:
+            is_counted = self._link.turns.popleft()
+            issued_at_once |= self._start_fetch(self._fetches.popleft(), is_counted)
+        return issued_at_once
+
+    def _ring_for_turn(self) -> None:
+        self._doorbell.ring(LinkTurn())
+
     def _publish_walks(self, decision: Decision) -> None:
+        walk = decision.started
         if decision.ended is not None:
             self.broadcast.publish(WalkEnded(decision.ended))
-        walk = decision.started
         if walk is not None:
             self.broadcast.publish(WalkStarted(walk.walk_id, walk.component, walk.pass_ids))
+        if decision.joined:
+            self.broadcast.publish(WalkJoined(self._planner.num_walks, decision.joined))
 
     def _tell(self, claim: Claim) -> None:
         event = self._window[claim.slot].busy_until[0]
@@ -334,8 +359,8 @@ class Engine:
                 BlockReady(claim.pass_id, claim.block, claim.slot, claim.generation, claim.serial, claim.rank, event)
             )
 
-    def _start_fetch(self, fetch: Fetch) -> bool:
-        """Begin a fetch; returns whether its copies are all queued already."""
+    def _start_fetch(self, fetch: Fetch, is_counted: bool) -> bool:
+        """Begin a fetch; returns whether its copies are all queued already. ``is_counted``: others wait for its end."""
         image = self._images[fetch.block]
         if fetch.drops is not None:
             self._binder.unbind(fetch.drops)
@@ -348,23 +373,26 @@ class Engine:
             after = self._window.refill(fetch.slot, fetch.block, fetch.generation, self._copy_stream)
             fetching = self._transfer.fetch(image, self._window[fetch.slot].buffer, after)
         if fetching.event is None:
-            self._nursery.start_soon(self._finish_fetch, fetch, fetching, name=f"fetch of block {fetch.block}")
+            name = f"fetch of block {fetch.block}"
+            self._nursery.start_soon(self._finish_fetch, fetch, is_counted, fetching, name=name)
             return False
-        self._fetched(fetch, fetching.event)
+        self._fetched(fetch, is_counted, fetching.event)
         return True
 
-    async def _finish_fetch(self, fetch: Fetch, fetching: Fetching) -> None:
+    async def _finish_fetch(self, fetch: Fetch, is_counted: bool, fetching: Fetching) -> None:
         with self._until_stopped():
             try:
                 event = await fetching.issued()
                 if self._failure is None:
-                    self._fetched(fetch, event)
+                    self._fetched(fetch, is_counted, event)
             except Exception as failure:
                 self.broadcast.publish(FetchFailed(fetch.block, failure))
                 self.fail(failure)
             self._act_or_fail()
 
-    def _fetched(self, fetch: Fetch, event: Event) -> None:
+    def _fetched(self, fetch: Fetch, is_counted: bool, event: Event) -> None:
+        if is_counted:
+            self._tell_when_done(event)
         slot = self._window[fetch.slot]
         # first in the list: what the passes wait for, and what a refill waits for even if no pass ever ran the block
         slot.busy_until.insert(0, event)
@@ -372,6 +400,18 @@ class Engine:
             self._binder.bind(fetch.block, fetch.slot, slot.buffer)
         self._planner.fetched(fetch.slot, fetch.generation)
         self.broadcast.publish(FetchIssued(fetch.block, fetch.slot, fetch.generation, event))
+
+    def _tell_when_done(self, event: Event) -> None:
+        link = self._link
+
+        def wait_and_tell() -> None:
+            with suppress(DeviceStreamError):  # whoever needs the block is told
+                event.wait()
+            link.done()
+
+        if self._watch is None:
+            self._watch = self._open_watch()
+        self._watch.submit(wait_and_tell)
 
     @contextmanager
     def _timed(self, what: str) -> Iterator[None]:

@@ -79,6 +79,11 @@ class DeviceFailed:
 
 
 @attrs.frozen
+class LinkTurn:
+    """The link, which others use too, is the engine's for its next fetch."""
+
+
+@attrs.frozen
 class BlockReady:
     """``pass_id`` may run ``block`` from ``slot`` (at ``generation``) once the device event ``event`` has happened."""
 
@@ -97,6 +102,14 @@ class WalkStarted:
 
     walk_id: int
     component: str
+    pass_ids: tuple[int, ...]
+
+
+@attrs.frozen
+class WalkJoined:
+    """These passes joined a walk that had just begun."""
+
+    walk_id: int
     pass_ids: tuple[int, ...]
 
 
@@ -160,7 +173,9 @@ class EngineFailed:
 
 
 #: What passes ring the doorbell with.
-PassMessage = RequestStarted | RequestEnded | PassStarted | BlockWanted | BlockLeft | PassEnded | DeviceFailed
+PassMessage = (
+    RequestStarted | RequestEnded | PassStarted | BlockWanted | BlockLeft | PassEnded | DeviceFailed | LinkTurn
+)
 #: What observers are told.
 ObservedEvent = (
     RequestStarted
@@ -170,7 +185,9 @@ ObservedEvent = (
     | BlockLeft
     | PassEnded
     | DeviceFailed
+    | LinkTurn
     | WalkStarted
+    | WalkJoined
     | WalkEnded
     | FetchStarted
     | FetchIssued

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager, suppress
+from functools import partial
 
 import attrs
 import torch
@@ -93,6 +94,7 @@ async def open_engine(
                 copy_stream=copy_stream,
                 binder=binder,
                 places=parts.places,
+                open_watch=partial(crew.start, "streamflow link"),
                 nursery=nursery,
             )
             nursery.start_soon(engine.serve, name="prefetch nursery")

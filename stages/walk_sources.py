@@ -38,6 +38,11 @@ class WalkSource(Protocol):
         way.
         """
 
+    def late_joins(self, waiting: Sequence[WaitingPass], component: str, num_walking: int) -> tuple[int, ...]:
+        """Those of ``waiting`` (oldest first) that join the walk over ``component`` which is under way, beside
+        ``num_walking`` others. Called while nothing that the walk has visited was dropped, and no pass of it is over.
+        """
+
 
 @attrs.frozen
 class ImmediateWalks:
@@ -49,14 +54,17 @@ class ImmediateWalks:
         chosen = _for_oldest(waiting)
         return WalkChoice(chosen if len(chosen) >= self.min_passes else ())
 
+    def late_joins(self, waiting: Sequence[WaitingPass], component: str, num_walking: int) -> tuple[int, ...]:
+        return ()
+
 
 @attrs.frozen
 class SharedWalks:
     """The oldest pass's component walks next, with everyone who waits for it, up to ``max_passes``.
 
     A walk that has room waits until the oldest pass has waited for ``window_s`` seconds, and for passes that are about
-    to come back (see `Returns`). The oldest pass always walks, so none starves, and a component whose pass waited while
-    another component walked is next.
+    to come back (see `Returns`). Who comes a little later still joins, unless another component waits. The oldest pass
+    always walks, so none starves, and a component whose pass waited while another component walked is next.
     """
 
     max_passes: int
@@ -69,6 +77,11 @@ class SharedWalks:
             if now < until:
                 return WalkChoice(again_at=until)
         return WalkChoice(chosen[: self.max_passes])
+
+    def late_joins(self, waiting: Sequence[WaitingPass], component: str, num_walking: int) -> tuple[int, ...]:
+        if any(other.component != component for other in waiting):
+            return ()
+        return _for_oldest(waiting)[: self.max_passes - num_walking]
 
 
 def _for_oldest(waiting: Sequence[WaitingPass]) -> tuple[int, ...]:

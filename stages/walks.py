@@ -65,10 +65,14 @@ class Walk:
 
 @attrs.frozen
 class Decision:
-    """What to do now, in this order. ``again_at``: when to decide again if nothing happens before; None: not at all."""
+    """What to do now, in this order. ``joined``: passes that join the walk under way, because it is at its beginning.
 
-    started: Walk | None
+    ``again_at``: when to decide again if nothing happens before; None: not at all.
+    """
+
     ended: int | None
+    started: Walk | None
+    joined: tuple[int, ...]
     fetches: tuple[Fetch, ...]
     claims: tuple[Claim, ...]
     again_at: float | None
@@ -118,6 +122,7 @@ class WalkPlanner:
         self._component = next(iter(orders), "")
         self._num_walks = 0
         self._num_wants = 0
+        self._num_joined = 0
 
     def order_of(self, component: str) -> tuple[int, ...]:
         """The visits that the next pass of ``component`` is expected to make.
@@ -212,12 +217,13 @@ class WalkPlanner:
         """What is to be done after all that was told; doing it is assumed from here on."""
         ended = self._end_walk(now)
         started, again_at = self._start_walk(now)
+        joined = self._join_walk()
         # A slow pass that reaches a block as foreseen keeps it, however long a fast one has waited for the slot: it
         # would have to be fetched again. One that stands before a block unforeseen comes after those who waited.
         foreseen = [pass_id for pass_id, state in self._walking.items() if state.wanted is None or not state.surprising]
         claims = tuple(self._claims(foreseen))
         fetches = tuple(self._fetches())
-        return Decision(started, ended, fetches, (*claims, *self._claims(self._walking)), again_at)
+        return Decision(ended, started, joined, fetches, (*claims, *self._claims(self._walking)), again_at)
 
     def _end_walk(self, now: float) -> int | None:
         walk = self._walk
@@ -230,17 +236,35 @@ class WalkPlanner:
     def _start_walk(self, now: float) -> tuple[Walk | None, float | None]:
         if self._walk is not None or not self._waiting:
             return None, None
-        waiting = [WaitingPass(pass_id, state.component, state.since) for pass_id, state in self._waiting.items()]
-        choice = self._source.next_walk(waiting, self._returns, now)
+        choice = self._source.next_walk(self._waiting_passes(), self._returns, now)
         if not choice.pass_ids:
             return None, choice.again_at
-        for pass_id in choice.pass_ids:
-            self._walking[pass_id] = self._waiting.pop(pass_id)
+        self._num_joined = 0
+        self._join(choice.pass_ids)
         self._num_walks += 1
         component = self._walking[choice.pass_ids[0]].component
         self._walk = Walk(self._num_walks, component, choice.pass_ids, now)
         self._component = component
         return self._walk, None
+
+    def _join_walk(self) -> tuple[int, ...]:
+        """Let passes join the walk where that costs no fetch: nobody who walks has left a block that is gone."""
+        if self._walk is None or not self._waiting or len(self._walking) < self._num_joined:
+            return ()
+        visited = {block for state in self._walking.values() for block in state.visited}
+        if not visited <= {slot.block for slot in self._slots}:
+            return ()
+        late = self._source.late_joins(self._waiting_passes(), self._walk.component, len(self._walking))
+        self._join(late)
+        return late
+
+    def _join(self, pass_ids: Iterable[int]) -> None:
+        for pass_id in pass_ids:
+            self._walking[pass_id] = self._waiting.pop(pass_id)
+            self._num_joined += 1
+
+    def _waiting_passes(self) -> list[WaitingPass]:
+        return [WaitingPass(pass_id, state.component, state.since) for pass_id, state in self._waiting.items()]
 
     def _fetches(self) -> Iterator[Fetch]:
         desired = self._desired()

@@ -79,6 +79,9 @@ class OffloadConfig:
             case of a streamed model), that many passes hide the link; each takes the memory of its activations.
         max_passes_per_walk: passes that may share a walk, no more than requests may run; None: all of them.
         max_waiting_requests: requests that may wait for others to end; one more is refused at once.
+        stateful_modules: paths of modules that keep something between calls: one request at a time may use the model
+            then. None: they are looked for, by what is known of them and by what the first two forwards change, which
+            run alone. ``()``: there are none.
         admission_window_s: how long the first pass that waits for a walk waits for others to join it, in seconds. Those
             who are about to come back from a pass are waited for anyhow.
         close_mode: what closing does with the requests that run and wait: ``"cut"`` stops them at their next block,
@@ -111,6 +114,7 @@ class OffloadConfig:
     max_running_requests: int = 4
     max_passes_per_walk: int | None = None
     max_waiting_requests: int = 1000
+    stateful_modules: tuple[str, ...] | None = None
     admission_window_s: float = 0.0
     close_mode: CloseMode = "cut"
     close_deadline_s: float = 25.0
@@ -204,6 +208,7 @@ def _problems(config: OffloadConfig) -> list[str]:
         *(_not_a_bool(name, getattr(config, name)) for name in BOOLEANS),
         _not_an_int("max_waiting_requests", config.max_waiting_requests, minimum=0),
         *_walk_problems(config),
+        _not_paths("stateful_modules", config.stateful_modules),
         *(_not_seconds(name, getattr(config, name)) for name in ("admission_window_s", "close_deadline_s")),
         _not_one_of("close_mode", config.close_mode, get_args(CloseMode)),
         _not_a_plan(config.plan),
@@ -244,6 +249,12 @@ def _not_a_duration(name: str, value: Any) -> str | None:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return f"{name} must be a number of seconds, not {value!r}"
     return None if 0 < value < math.inf else f"{name} is {value} but must be positive and finite"
+
+
+def _not_paths(name: str, value: Any) -> str | None:
+    if value is None or (isinstance(value, tuple) and all(isinstance(path, str) for path in value)):
+        return None
+    return f"{name} must be a tuple of module paths or None, not {value!r}"
 
 
 def _not_resident_count(value: Any) -> str | None:

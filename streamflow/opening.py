@@ -13,6 +13,7 @@ from streamflow.attachment import Interceptions, attach
 from streamflow.binding.blocks import BoundBlock
 from streamflow.binding.guards import claimed
 from streamflow.binding.inventory import Inventory, take_inventory
+from streamflow.binding.module_state import find_stateful
 from streamflow.binding.poison import Poison
 from streamflow.config import ALL, OffloadConfig
 from streamflow.discovery import find_blocks
@@ -21,6 +22,7 @@ from streamflow.residency import choose_residents
 from streamflow.runtime.admission import Admission
 from streamflow.runtime.component import StreamedComponent
 from streamflow.runtime.offload import ModelSizes, Offload
+from streamflow.runtime.state_gate import StateGate
 from streamflow.stages.devices.base import Device, Stream
 from streamflow.stages.devices.cpu import CpuDevice
 from streamflow.stages.devices.cuda import CudaDevice
@@ -158,7 +160,10 @@ async def _open_attached(
             walk_source=SharedWalks(config.effective_passes_per_walk, config.admission_window_s),
         )
         async with opened as engine, _open_admission(engine, config) as admission:
-            component = StreamedComponent(name, engine, bound, device, admission)
+            stateful = find_stateful(model, config.stateful_modules)
+            streamed = frozenset(key for block in bound for key, _ in block.identities())
+            gate = StateGate(model, stateful, streamed, watched=config.stateful_modules is None and not stateful)
+            component = StreamedComponent(name, engine, bound, device, admission, gate)
             modules = [tensors.block.module for tensors in inventory.blocks]
             interceptions = Interceptions(model, modules, component)
             offload = Offload(
@@ -167,6 +172,7 @@ async def _open_attached(
                 engine=engine,
                 component=component,
                 admission=admission,
+                gate=gate,
                 choice=choice,
                 registration=source.registration,
                 sizes=_sizes(inventory, len(residents), attachment.fixed.nbytes, source),

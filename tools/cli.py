@@ -116,6 +116,11 @@ BENCHMARKS = {
         "overlap",
         "Overlap of transfer and compute, both modelled on the CPU: walk time over the larger of the two.",
     ),
+    "throughput": Program(
+        "streamflow.tools.bench.throughput",
+        "throughput",
+        "Forwards per second against concurrency: streamed together and one by one, resident, in one run.",
+    ),
 }
 
 

@@ -7,7 +7,7 @@ them, close it. Work on one stream happens in order; only events order streams a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -129,6 +129,10 @@ class Device(Protocol):
     @property
     def registrar(self) -> Registrar:
         """What makes host memory readable by it."""
+
+    @property
+    def link(self) -> Hashable:
+        """The host link that copies to it go over: devices with an equal one share it."""
 
     async def open(self, crew: ThreadCrew) -> None:
         """Make the device usable; its threads, if any, belong to ``crew``."""

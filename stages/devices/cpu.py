@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -48,13 +48,28 @@ def copy_bytes(target: torch.Tensor, source: torch.Tensor) -> None:
     ctypes.memmove(target.data_ptr(), source.data_ptr(), source.numel())
 
 
+class ModelledLink:
+    """A link over which bytes take their time, one copy after the other. Devices with the same one share it."""
+
+    def __init__(self, bytes_per_s: float) -> None:
+        self._bytes_per_s = bytes_per_s
+        self._lock = threading.Lock()
+
+    def move(self, work: Callable[[], None], nbytes: int) -> None:
+        """Do ``work``, in at least the time that ``nbytes`` take. Blocks."""
+        with self._lock:
+            started = time.perf_counter()
+            work()
+            time.sleep(max(0.0, started + nbytes / self._bytes_per_s - time.perf_counter()))
+
+
 class CpuCopyStream:
     """A worker thread that copies; work after a failed piece of work is skipped and fails alike."""
 
-    def __init__(self, name: str, thread: WorkerThread, link_bytes_per_s: float | None) -> None:
+    def __init__(self, name: str, thread: WorkerThread, link: ModelledLink | None) -> None:
         self.name = name
         self._thread = thread
-        self._link_bytes_per_s = link_bytes_per_s
+        self._link = link
         self._failure: BaseException | None = None
 
     def wait(self, event: Event) -> None:
@@ -69,7 +84,8 @@ class CpuCopyStream:
         self.submit(lambda: copy_bytes(target, source), source.numel())
 
     def submit(self, work: Callable[[], None], nbytes: int = 0) -> None:
-        self._thread.submit(lambda: self._run(lambda: self._at_link_rate(work, nbytes)))
+        link = self._link
+        self._thread.submit(lambda: self._run(work if link is None else lambda: link.move(work, nbytes)))
 
     def _run(self, work: Callable[[], None]) -> None:
         if self._failure is None:
@@ -77,12 +93,6 @@ class CpuCopyStream:
                 work()
             except BaseException as failure:
                 self._failure = failure
-
-    def _at_link_rate(self, work: Callable[[], None], nbytes: int) -> None:
-        started = time.perf_counter()
-        work()
-        if self._link_bytes_per_s is not None:
-            time.sleep(max(0.0, started + nbytes / self._link_bytes_per_s - time.perf_counter()))
 
     def activate(self) -> AbstractContextManager[object]:
         return nullcontext()
@@ -149,9 +159,9 @@ class HostRegistrar:
 class CpuDevice:
     """The host as a device.
 
-    ``link_bytes_per_s``: copies take at least their bytes over this rate (None: as fast as memory). ``compute_units``:
-    how many blocks may compute at once (None: any number). ``memory_limit_bytes``: allocations beyond fail (None: no
-    cap).
+    ``link_bytes_per_s``: copies take at least their bytes over this rate (None: as fast as memory). ``link``: a link
+    that other devices may have, too; it goes before ``link_bytes_per_s``. ``compute_units``: how many blocks may
+    compute at once (None: any number). ``memory_limit_bytes``: allocations beyond fail (None: no cap).
     """
 
     is_host = True
@@ -161,14 +171,19 @@ class CpuDevice:
         self,
         *,
         link_bytes_per_s: float | None = None,
+        link: ModelledLink | None = None,
         compute_units: int | None = None,
         memory_limit_bytes: int | None = None,
     ) -> None:
-        self._link_bytes_per_s = link_bytes_per_s
+        self._link = link if link is not None or link_bytes_per_s is None else ModelledLink(link_bytes_per_s)
         self._compute_units = None if compute_units is None else threading.Semaphore(compute_units)
         self._meter = MemoryMeter("cpu", memory_limit_bytes)
         self.registrar: Registrar = HostRegistrar()
         self._crew: ThreadCrew | None = None
+
+    @property
+    def link(self) -> Hashable:
+        return self if self._link is None else self._link
 
     async def open(self, crew: ThreadCrew) -> None:
         self._crew = crew
@@ -176,7 +191,7 @@ class CpuDevice:
     def open_copy_stream(self, name: str) -> Stream:
         if self._crew is None:
             raise RuntimeError("the cpu device makes streams only between open and close")
-        return CpuCopyStream(name, self._crew.start(f"streamflow {name} stream"), self._link_bytes_per_s)
+        return CpuCopyStream(name, self._crew.start(f"streamflow {name} stream"), self._link)
 
     def open_compute_stream(self, name: str) -> Stream:
         return CpuComputeStream(name, self._compute_units)

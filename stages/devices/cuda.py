@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager
 
 import torch
@@ -131,6 +131,10 @@ class CudaDevice:
         self.registrar = CudaRegistrar(self.torch_device)
         self._streams: list[torch.cuda.Stream] = []
         self._allocations: list[torch.cuda.Event] = []
+
+    @property
+    def link(self) -> Hashable:
+        return self.torch_device
 
     async def open(self, crew: ThreadCrew) -> None:
         pass

@@ -10,7 +10,7 @@ With one host thread the seed decides everything. With several, it decides among
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -108,6 +108,10 @@ class SimDevice:
     def num_page_locks(self) -> int:
         """Ranges of host memory that are page-locked now."""
         return len(self.registrar.registered)
+
+    @property
+    def link(self) -> Hashable:
+        return self
 
     async def open(self, crew: ThreadCrew) -> None:
         pass

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import attrs
 
@@ -13,7 +13,7 @@ from streamflow.stages.statistics import EngineStatistics
 from streamflow.stages.testing.blocks import ToyBlocks, toy_blocks
 from streamflow.stages.testing.sim import SimDevice
 from streamflow.stages.testing.walker import open_walker
-from streamflow.stages.walk_sources import ImmediateWalks
+from streamflow.stages.walk_sources import ImmediateWalks, SharedWalks, WalkSource
 
 #: Makes the way to open a transfer for these blocks.
 OpenTransferFor = Callable[[ToyBlocks], OpenTransfer]
@@ -29,11 +29,15 @@ class TrialError(StreamflowError, RuntimeError):
 
 @attrs.frozen(eq=False)
 class Trial:
-    """``passes``: for each place its passes, each a list of blocks."""
+    """``components``: the blocks of each, by name. ``passes``: for each place its passes, each a list of blocks of one
+    component. ``walk_source``: who walks together.
+    """
 
     seed: int
     blocks: ToyBlocks
+    components: Mapping[str, tuple[int, ...]]
     residents: tuple[int, ...]
+    walk_source: WalkSource
     options: EngineOptions
     passes: tuple[tuple[tuple[int, ...], ...], ...]
 
@@ -45,48 +49,63 @@ class Trial:
 
     def __str__(self) -> str:
         sizes = [image.nbytes for image in self.blocks.images.values()]
-        return f"seed {self.seed}: images of {sizes} bytes, residents {self.residents}, {self.options}, {self.passes}"
+        return (
+            f"seed {self.seed}: images of {sizes} bytes, components {dict(self.components)}, "
+            f"residents {self.residents}, {self.options}, {self.walk_source}, {self.passes}"
+        )
 
 
 def draw_trial(seed: int) -> Trial:
-    """1 to 9 blocks of unequal sizes, a window of 1 to 4, residents or none, one place or two that walk together, and
-    three passes in each: in order, with blocks left out, out of turn, or with blocks that come again.
+    """1 to 9 blocks of unequal sizes in one component or two, a window of 1 to 4, residents or none, one to four
+    places, and three passes in each: in order, with blocks left out, out of turn, or with blocks that come again. Those
+    who wait walk together, up to a number of passes; or passes of the one component wait until every place has one.
     """
     draw = random.Random(seed)
     num_blocks = draw.randint(1, MAX_BLOCKS)
     sizes = [[draw.choice((0, 1, 100, 256, 700, 3000)) for _ in range(draw.randint(1, 4))] for _ in range(num_blocks)]
     residents = [block for block in range(num_blocks) if draw.random() < 0.2] if draw.random() < 0.5 else []
-    num_places = draw.choice((1, 2))
+    num_places = draw.choice((1, 2, 2, 3, 4))
     options = EngineOptions(
         window_slots=draw.randint(1, MAX_WINDOW),
         num_places=num_places,
         run_ahead_blocks=draw.choice((None, None, 1, 3)),
         poison_freed_slots=draw.choice((False, True)),
     )
-    streamed = [block for block in range(num_blocks) if block not in residents]
+    components = _draw_components(draw, num_blocks)
     passes = tuple(
-        tuple(_draw_visits(draw, num_blocks, streamed) for _ in range(NUM_PASSES)) for _ in range(num_places)
+        tuple(_draw_visits(draw, draw.choice(list(components.values())), residents) for _ in range(NUM_PASSES))
+        for _ in range(num_places)
     )
-    return Trial(seed, toy_blocks(sizes, seed), tuple(residents), options, passes)
+    source: WalkSource = SharedWalks(draw.randint(1, num_places), draw.choice((0.0, 0.001)))
+    if len(components) == 1 and draw.random() < 0.5:
+        source = ImmediateWalks(min_passes=num_places)
+    return Trial(seed, toy_blocks(sizes, seed), components, tuple(residents), source, options, passes)
 
 
-def _draw_visits(draw: random.Random, num_blocks: int, streamed: Sequence[int]) -> tuple[int, ...]:
-    visits = _draw_any_visits(draw, num_blocks)
+def _draw_components(draw: random.Random, num_blocks: int) -> dict[str, tuple[int, ...]]:
+    if num_blocks == 1 or draw.random() < 0.5:
+        return {"first": tuple(range(num_blocks))}
+    split = draw.randint(1, num_blocks - 1)
+    return {"first": tuple(range(split)), "second": tuple(range(split, num_blocks))}
+
+
+def _draw_visits(draw: random.Random, blocks: Sequence[int], residents: Sequence[int]) -> tuple[int, ...]:
+    visits = _draw_any_visits(draw, blocks)
+    streamed = [block for block in blocks if block not in residents]
     if streamed and not set(streamed) & set(visits):
-        return (*visits, draw.choice(streamed))  # a pass that needs no walk would leave the other place waiting for one
+        return (*visits, draw.choice(streamed))  # a pass that needs no walk would leave other places waiting for one
     return visits
 
 
-def _draw_any_visits(draw: random.Random, num_blocks: int) -> tuple[int, ...]:
-    in_order = list(range(num_blocks))
+def _draw_any_visits(draw: random.Random, blocks: Sequence[int]) -> tuple[int, ...]:
     kind = draw.choice(("in order", "in order", "left out", "out of turn", "again"))
     if kind == "left out":
-        return tuple(block for block in in_order if draw.random() < 0.6)
+        return tuple(block for block in blocks if draw.random() < 0.6)
     if kind == "out of turn":
-        return tuple(draw.sample(in_order, draw.randint(1, num_blocks)))
+        return tuple(draw.sample(blocks, draw.randint(1, len(blocks))))
     if kind == "again":
-        return tuple(draw.choice(in_order) for _ in range(2 * num_blocks))
-    return tuple(in_order)
+        return tuple(draw.choice(blocks) for _ in range(2 * len(blocks)))
+    return tuple(blocks)
 
 
 async def run_trial(trial: Trial, open_transfer: OpenTransferFor) -> EngineStatistics:
@@ -102,7 +121,8 @@ async def run_trial(trial: Trial, open_transfer: OpenTransferFor) -> EngineStati
         trial.options,
         open_transfer(trial.blocks),
         residents=trial.residents,
-        walk_source=ImmediateWalks(min_passes=len(trial.passes)),
+        walk_source=trial.walk_source,
+        components=trial.components,
     ) as walker:
         await walker.run(*trial.passes)
         statistics = walker.engine.statistics()

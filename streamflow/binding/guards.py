@@ -27,6 +27,7 @@ _REFUSED = {
     "unmerge": "unmerging an adapter",
     "fuse_lora": "fusing a LoRA",
     "unfuse_lora": "unfusing a LoRA",
+    "enable_cache": "enabling a cache over denoising steps",
 }
 #: Of these, the ones that every module gets; the others only where the module has such a method.
 _ALWAYS = ("_apply", "_load_from_state_dict", "__deepcopy__", "__reduce_ex__", "compile")

@@ -108,13 +108,13 @@ class Admission:
         return len(self._waiting)
 
     def occupancy(self) -> Occupancy:
-        """Who runs and who waits now. From any thread."""
-        with self._lock:
-            return Occupancy(
-                tuple(turn.request_id for turn in self._running.values()),
-                tuple(turn.request_id for turn in self._waiting),
-                self._longest_stop_s,
-            )
+        """Who runs and who waits now. From any thread, a signal handler's too: it takes no lock."""
+        running, waiting = list(self._running.values()), list(self._waiting)
+        return Occupancy(
+            tuple(turn.request_id for turn in running),
+            tuple(turn.request_id for turn in waiting),
+            self._longest_stop_s,
+        )
 
     def enter(
         self,
@@ -147,8 +147,8 @@ class Admission:
 
     def position(self, turn: Turn) -> int | None:
         """How many come before the turn, which waits; None if it does not wait (any more). From any thread."""
-        with self._lock:
-            return self._waiting.index(turn) if turn.waits and turn in self._waiting else None
+        waiting = list(self._waiting)
+        return waiting.index(turn) if turn in waiting else None
 
     def leave(self, turn: Turn) -> bool:
         """Give the turn up: withdraw the occupant if it still waits, else stop its forward (and no other one) at the

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -12,9 +13,10 @@ import torch
 from torch.utils import _pytree as pytree
 
 from streamflow.binding.blocks import BoundBlock
-from streamflow.errors import BlocksBypassedError, GradientError, LoopThreadError
+from streamflow.errors import BlocksBypassedError, ForkedOffloadError, GradientError, LoopThreadError
 from streamflow.runtime.admission import Admission
 from streamflow.runtime.loans import Loan
+from streamflow.runtime.state_gate import StateGate
 from streamflow.spans import pass_span
 from streamflow.stages.devices.base import Device, Stream
 from streamflow.stages.engine import Engine
@@ -36,13 +38,21 @@ class StreamedComponent:
     """Runs passes, for calls from a request's place or from another thread, which then occupies one for the pass."""
 
     def __init__(
-        self, name: str, engine: Engine, blocks: Sequence[BoundBlock], device: Device, admission: Admission
+        self,
+        name: str,
+        engine: Engine,
+        blocks: Sequence[BoundBlock],
+        device: Device,
+        admission: Admission,
+        gate: StateGate,
     ) -> None:
         self._name = name
         self._engine = engine
         self._blocks = blocks
         self._device = device
         self._admission = admission
+        self._gate = gate
+        self._opened_by = os.getpid()
         self._loop_thread = threading.get_ident()
         self._state = _ThreadState()
         self._last_callers: dict[int, Stream] = {}
@@ -65,6 +75,7 @@ class StreamedComponent:
                 finally:
                     self._engine.settle(place)
         finally:
+            self._gate.leave()
             self._state.place = None
 
     def _follow(self, caller: Stream, place: Place) -> None:
@@ -97,6 +108,8 @@ class StreamedComponent:
         return self._enter(index, call, args, kwargs)
 
     def _run_pass(self, work: Callable[[], Any], *, whole: bool) -> Any:
+        if os.getpid() != self._opened_by:
+            raise ForkedOffloadError(self._opened_by, os.getpid())
         if self._state.place is not None:
             with pass_span(self._name, self._state.place.request_id):
                 return self._pass_in(self._state.place, work, whole)
@@ -120,6 +133,7 @@ class StreamedComponent:
             except StopForward:  # only closing stops a thread that is no request
                 raise EngineClosedError from None
             finally:
+                self._gate.leave()
                 self._state.place = None
                 caller.wait(place.stream.record())
         finally:
@@ -128,6 +142,10 @@ class StreamedComponent:
             loan.wait_over()
 
     def _pass_in(self, place: Place, work: Callable[[], Any], whole: bool) -> Any:
+        with self._gate.forward(place.mailbox.check):
+            return self._pass_through(place, work, whole)
+
+    def _pass_through(self, place: Place, work: Callable[[], Any], whole: bool) -> Any:
         # The state is set and reset by plain assignments, first thing inside try and finally: no exception of a signal
         # handler comes in between, so none leaves the thread with a pass or a block that it is not in.
         begun: Pass | None = None

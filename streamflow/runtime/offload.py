@@ -21,6 +21,7 @@ from streamflow.runtime.component import StreamedComponent
 from streamflow.runtime.offload_request import OffloadRequest
 from streamflow.runtime.outcomes import OutcomeCounter
 from streamflow.runtime.requests import Request
+from streamflow.runtime.state_gate import StateGate
 from streamflow.runtime.statistics import OffloadStatistics
 from streamflow.runtime.work import check_result, check_work
 from streamflow.stages.devices.base import Device
@@ -65,6 +66,7 @@ class Offload:
         engine: Engine,
         component: StreamedComponent,
         admission: Admission,
+        gate: StateGate,
         choice: TransferChoice,
         registration: RegistrationReport,
         sizes: ModelSizes,
@@ -75,6 +77,7 @@ class Offload:
         self._engine = engine
         self._component = component
         self._admission = admission
+        self._gate = gate
         self._choice = choice
         self._registration = registration
         self._sizes = sizes
@@ -157,6 +160,7 @@ class Offload:
             num_waiting=len(occupancy.waiting),
             occupancy=occupancy,
             outcomes=self._outcomes.counts,
+            serialised_by=tuple(map(str, self._gate.stateful)),
             engine=self._engine.statistics(),
         )
 

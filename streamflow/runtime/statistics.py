@@ -19,6 +19,8 @@ class OffloadStatistics:
     ``model_bytes``: all weights of the model. ``fixed_bytes``: device bytes of what is outside the blocks (0 on a host
     device, where it stays in place). ``host_image_bytes``: private host memory that streamflow itself holds for the
     blocks. ``num_running`` and ``num_waiting`` are requests and direct calls; ``occupancy`` says which, in their order.
+    ``serialised_by``: modules that keep state between calls, for whose sake one request at a time uses the model, each
+    with the reason.
     """
 
     state: str
@@ -36,4 +38,5 @@ class OffloadStatistics:
     num_waiting: int
     occupancy: Occupancy
     outcomes: RequestOutcomes
+    serialised_by: tuple[str, ...]
     engine: EngineStatistics

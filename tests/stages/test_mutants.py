@@ -71,10 +71,10 @@ def free_event_is_taken_before_the_block_ran(patch: pytest.MonkeyPatch) -> None:
         enter_it(self, block)
         early[self.pass_id] = self._place.stream.record()
 
-    def note(self: Engine, message: object) -> None:
+    def note(self: Engine, message: object, now: float) -> None:
         if isinstance(message, BlockLeft):
             message = attrs.evolve(message, event=early[message.pass_id])
-        note_it(self, message)  # type: ignore[arg-type]
+        note_it(self, message, now)  # type: ignore[arg-type]
 
     early: dict[int, Event] = {}
     enter_it, note_it = Pass.enter, Engine._note

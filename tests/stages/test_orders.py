@@ -7,6 +7,7 @@ import pytest
 
 from streamflow.stages.testing.trials import OpenTransferFor, draw_trial, run_trial
 from streamflow.stages.testing.walker import open_direct, open_staged
+from streamflow.stages.walk_sources import ImmediateWalks, SharedWalks
 
 NUM_SEEDS = 1000
 NUM_CASES = 10
@@ -46,11 +47,15 @@ async def test_all_legal_orders_are_exact(case: int, transfer: str, anyio_backen
 
 @pytest.mark.parametrize("transfer", TRANSFERS)
 def test_the_seeds_cover_what_they_should(transfer: str) -> None:
-    """The seeds of each transfer reach every number of blocks and window, residents, two places, skips and repeats."""
+    """The seeds of each transfer reach every number of blocks and window, residents, places and components, skips and
+    repeats.
+    """
     trials = [draw_trial(seed) for seed in seeds_of_transfer(transfer)]
     combinations = {(len(trial.blocks.images), trial.options.window_slots) for trial in trials}
     assert combinations == {(blocks, window) for blocks in range(1, 10) for window in range(1, 5)}
-    assert {trial.options.num_places for trial in trials} == {1, 2}
+    assert {trial.options.num_places for trial in trials} == {1, 2, 3, 4}
+    assert {len(trial.components) for trial in trials} == {1, 2}
+    assert {type(trial.walk_source) for trial in trials} == {ImmediateWalks, SharedWalks}
     assert any(trial.residents for trial in trials)
     assert any(set(trial.residents) == set(trial.blocks.images) for trial in trials)
     visits = [visits for trial in trials for passes in trial.passes for visits in passes]

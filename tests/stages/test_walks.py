@@ -389,6 +389,9 @@ def test_a_walk_source_chooses_who_walks() -> None:
         def next_walk(self, waiting: Sequence[WaitingPass], returns: Returns, now: float) -> WalkChoice:
             return WalkChoice((waiting[-1].pass_id,) if len(waiting) >= 2 else ())
 
+        def late_joins(self, waiting: Sequence[WaitingPass], component: str, num_walking: int) -> tuple[int, ...]:
+            return ()
+
     desk = Desk(FULL, 2, NewestFirst())
     for pass_id in (1, 2, 3):
         desk.begin(pass_id)

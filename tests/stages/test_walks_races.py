@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import attrs
 import pytest
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from streamflow.stages.events import BlockReady
 from streamflow.stages.mailbox import Mailbox
-from streamflow.stages.walk_sources import ImmediateWalks
+from streamflow.stages.walk_sources import ImmediateWalks, SharedWalks, WalkSource
 from streamflow.stages.walks import Claim, Decision, Fetch, WalkPlanner
 
 
@@ -45,12 +45,32 @@ class Setting:
     speeds: tuple[int, ...]
     schedule: tuple[int, ...]
     min_passes: int = 1
+    #: The blocks from here on are another component's; None: there is one component.
+    split: int | None = None
+    #: Passes of a walk at most, some of which may join late; None: all who wait, when it starts.
+    max_passes: int | None = None
+
+    @property
+    def components(self) -> dict[str, tuple[int, ...]]:
+        blocks = tuple(range(self.num_blocks))
+        if self.split is None:
+            return {"first": blocks}
+        return {"first": blocks[: self.split], "second": blocks[self.split :]}
+
+    @property
+    def source(self) -> WalkSource:
+        return ImmediateWalks(self.min_passes) if self.max_passes is None else SharedWalks(self.max_passes)
+
+    def component_of(self, visits: Sequence[int]) -> str:
+        """The component whose blocks are visited."""
+        return next(name for name, blocks in self.components.items() if set(visits) <= set(blocks))
 
 
 # What passes tell the planner
 @attrs.frozen
 class Join:
     pass_id: int
+    component: str
 
 
 @attrs.frozen
@@ -86,7 +106,10 @@ class OpenMailbox(Mailbox):
 class ModelPlace:
     """A compute thread that runs its scripts, one step at a time, as `Pass` does."""
 
-    def __init__(self, scripts: Sequence[Script], first_pass_id: int) -> None:
+    def __init__(
+        self, scripts: Sequence[Script], first_pass_id: int, component_of: Callable[[Sequence[int]], str]
+    ) -> None:
+        self._component_of = component_of
         self.mailbox = OpenMailbox()
         self.outbox: deque[Message] = deque()
         self.inside: BlockReady | None = None
@@ -132,7 +155,7 @@ class ModelPlace:
         self._visits, self._countdown = deque(script.visits), script.fails_at
         self._passed_by = ()
         self.mailbox.begin(self.pass_id)
-        self.outbox.append(Join(self.pass_id))
+        self.outbox.append(Join(self.pass_id, self._component_of(script.visits)))
 
     def _enter(self, pass_id: int, block: int) -> None:
         taken = self.mailbox.take(block)
@@ -172,13 +195,14 @@ class Race:
 
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
-        self.planner = WalkPlanner(
-            {"toy": tuple(range(setting.num_blocks))}, setting.num_slots, ImmediateWalks(setting.min_passes)
-        )
-        self.places = [ModelPlace(scripts, 1 + 100 * i) for i, scripts in enumerate(setting.scripts)]
+        self.planner = WalkPlanner(setting.components, setting.num_slots, setting.source)
+        self.places = [
+            ModelPlace(scripts, 1 + 100 * i, setting.component_of) for i, scripts in enumerate(setting.scripts)
+        ]
         self.slots = [ModelSlot() for _ in range(setting.num_slots)]
         self.fetching: list[Fetch] = []
         self.joined: set[int] = set()
+        self.component_of: dict[int, str] = {}
         self.walk_of: dict[int, int] = {}
         self.ended_passes: set[int] = set()
         self.walk_id: int | None = None
@@ -261,9 +285,10 @@ class Race:
     def _deliver(self, place: ModelPlace) -> None:
         self.num_acts += 1
         match place.outbox.popleft():
-            case Join(pass_id):
+            case Join(pass_id, component):
                 self.joined.add(pass_id)
-                self.planner.join(pass_id, "toy")
+                self.component_of[pass_id] = component
+                self.planner.join(pass_id, component, maker=pass_id // 100)
             case Want(pass_id, block, serial):
                 self.planner.want(pass_id, block, serial)
             case Left(pass_id, block, passed_by):
@@ -296,11 +321,20 @@ class Race:
         if decision.started is not None:
             assert self.walk_id is None, "two walks at once"
             assert len(decision.started.pass_ids) >= self.setting.min_passes
-            for pass_id in decision.started.pass_ids:
-                assert pass_id in self.joined - self.ended_passes
-                assert pass_id not in self.walk_of, "a pass in two walks"
-                self.walk_of[pass_id] = decision.started.walk_id
             self.walk_id = decision.started.walk_id
+            self._note_walkers(decision.started.pass_ids)
+        self._note_walkers(decision.joined)
+
+    def _note_walkers(self, pass_ids: Sequence[int]) -> None:
+        for pass_id in pass_ids:
+            assert self.walk_id is not None
+            assert pass_id in self.joined - self.ended_passes
+            assert pass_id not in self.walk_of, "a pass in two walks"
+            self.walk_of[pass_id] = self.walk_id
+        walkers = [pass_id for pass_id, walk_id in self.walk_of.items() if walk_id == self.walk_id]
+        assert len({self.component_of[pass_id] for pass_id in walkers}) <= 1, "two components in one walk"
+        if self.setting.max_passes is not None:
+            assert len(walkers) <= self.setting.max_passes
 
     def _tell(self, claim: Claim) -> None:
         slot = self.slots[claim.slot]
@@ -383,6 +417,32 @@ def schedules() -> st.SearchStrategy[tuple[int, ...]]:
 @settings(max_examples=120, deadline=None)
 def test_no_slot_changes_under_a_pass_and_every_pass_ends(num_places: int, data: st.DataObject) -> None:
     run_to_the_end(data.draw(settings_of_races(num_places)))
+
+
+@st.composite
+def settings_of_two_components(draw: st.DrawFn, num_places: int) -> Setting:
+    """Passes of either component in any order, in walks that some of them join late."""
+    num_blocks = draw(st.integers(2, 9))
+    split = draw(st.integers(1, num_blocks - 1))
+    first = visits_of(split)
+    second = visits_of(num_blocks - split).map(lambda visits: tuple(split + block for block in visits))
+    script = st.builds(Script, first | second, st.none() | st.integers(0, 2 * num_blocks))
+    return Setting(
+        num_blocks=num_blocks,
+        num_slots=draw(st.integers(1, 4)),
+        scripts=tuple(tuple(draw(st.lists(script, min_size=1, max_size=3))) for _ in range(num_places)),
+        speeds=tuple(draw(st.sampled_from([1, 3, 10])) for _ in range(num_places)),
+        schedule=draw(schedules()),
+        split=split,
+        max_passes=draw(st.integers(1, num_places)),
+    )
+
+
+@pytest.mark.parametrize("num_places", [2, 4])
+@given(data=st.data())
+@settings(max_examples=100, deadline=None)
+def test_passes_of_two_components_share_the_window_and_all_end(num_places: int, data: st.DataObject) -> None:
+    run_to_the_end(data.draw(settings_of_two_components(num_places)))
 
 
 @given(settings_of_races(2, min_passes=2))

@@ -178,6 +178,17 @@ def random_model(shape: FluxShape, dtype: torch.dtype, device: torch.device, see
     return model
 
 
+def random_models(shape: FluxShape, dtype: torch.dtype, device: torch.device) -> tuple[FluxShaped, FluxShaped]:
+    """The model on ``device``, and one of the same weights on the host."""
+    resident = random_model(shape, dtype, device)
+    with torch.device("meta"):
+        model = FluxShaped(shape).to(dtype)
+    model = model.to_empty(device="cpu").eval().requires_grad_(False)
+    for there, here in zip(resident.parameters(), model.parameters(), strict=True):
+        here.copy_(there)
+    return resident, model
+
+
 def random_inputs(
     shape: FluxShape, image_px: int, num_text: int, dtype: torch.dtype, device: torch.device, seed: int = 1
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

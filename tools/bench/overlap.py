@@ -15,37 +15,13 @@ import anyio
 import attrs
 import click
 import torch
-from torch import nn
 
 import streamflow
 from streamflow.stages.devices.cpu import CpuDevice
+from streamflow.tools.bench.sleeping import SleepingModel
 
 #: What is aimed at, as the walk's time over the larger of transfer and compute.
 AIMS = {1.0: 1.10, 3.0: 1.05}
-
-
-class _SleepingBlock(nn.Module):
-    """Weights of ``nbytes``, and a forward that takes ``compute_s``."""
-
-    def __init__(self, nbytes: int, compute_s: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(nbytes, dtype=torch.uint8), requires_grad=False)
-        self._compute_s = compute_s
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        time.sleep(self._compute_s)
-        return x + self.weight[0]
-
-
-class _SleepingModel(nn.Module):
-    def __init__(self, num_blocks: int, nbytes: int, compute_s: float) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(_SleepingBlock(nbytes, compute_s) for _ in range(num_blocks))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
 
 
 @attrs.frozen
@@ -69,7 +45,7 @@ async def measure_overlap(
     """One reading: every block's transfer takes ``transfer_to_compute`` times as long as its computing, ``block_s``."""
     nbytes = 1 << 20
     device = CpuDevice(link_bytes_per_s=nbytes / (block_s * transfer_to_compute), compute_units=1)
-    model = _SleepingModel(num_blocks, nbytes, block_s)
+    model = SleepingModel(num_blocks, nbytes, block_s)
     x = torch.zeros(1)
 
     def walks() -> list[float]:

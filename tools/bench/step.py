@@ -25,7 +25,7 @@ from streamflow.opening import make_device
 from streamflow.stages.threads import ThreadCrew, open_threads
 from streamflow.tools.bench.clock import timed_steps
 from streamflow.tools.bench.environment import environment
-from streamflow.tools.bench.flux_shaped import SMALL, FluxShape, FluxShaped, random_inputs, random_model
+from streamflow.tools.bench.flux_shaped import SMALL, FluxShape, FluxShaped, random_inputs, random_models
 from streamflow.tools.bench.rates import link_rate, pack_rate
 
 NUM_TEXT_TOKENS = 512
@@ -87,7 +87,9 @@ async def measure(options: StepOptions) -> dict[str, Any]:
         link = await crew.call(
             partial(link_rate, device, device.open_copy_stream("link rate"), copy_bytes), name="link rate"
         )
-        resident, model = await crew.call(lambda: _models(options, torch_device), name="models")
+        resident, model = await crew.call(
+            lambda: random_models(options.shape, options.dtype, torch_device), name="models"
+        )
         for transfer in options.transfers:
             pack = await _pack_rate(options, model, crew) if transfer == "staged" else None
             readings += await _measure_transfer(options, transfer, resident, model, link, pack)
@@ -99,17 +101,6 @@ async def measure(options: StepOptions) -> dict[str, Any]:
         "link_bytes_per_s": link,
         "readings": [attrs.asdict(reading) for reading in readings],
     }
-
-
-def _models(options: StepOptions, device: torch.device) -> tuple[FluxShaped, FluxShaped]:
-    """The model on the device, and one of the same weights on the host."""
-    resident = random_model(options.shape, options.dtype, device)
-    with torch.device("meta"):
-        model = FluxShaped(options.shape).to(options.dtype)
-    model = model.to_empty(device="cpu").eval().requires_grad_(False)
-    for there, here in zip(resident.parameters(), model.parameters(), strict=True):
-        here.copy_(there)
-    return resident, model
 
 
 async def _pack_rate(options: StepOptions, model: FluxShaped, crew: ThreadCrew) -> float:

@@ -1,0 +1,75 @@
+"""Lets one request at a time into a model that keeps state between calls; finds out whether it does."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from torch import nn
+
+from streamflow.binding.module_state import Snapshot, Stateful
+
+#: Forwards that are watched: the first may fill caches that are then only read.
+NUM_WATCHED = 2
+#: How often a thread that has to wait looks whether it may go on, or must stop, in seconds.
+_POLL_S = 0.005
+
+
+class StateGate:
+    """A request that calls the model has it for itself until it ends, where the model is ``stateful``.
+
+    Otherwise (``watched``) the first request has it for itself for two forwards. Where the second one still changes
+    attributes, the model is stateful from then on; else everybody may call it at any time.
+    """
+
+    def __init__(
+        self, model: nn.Module, stateful: Sequence[Stateful], ignored: frozenset[int], *, watched: bool
+    ) -> None:
+        self._model = model
+        self._ignored = ignored
+        self._lock = threading.Lock()
+        self._holder: int | None = None
+        self._num_watched = 0 if watched else NUM_WATCHED
+        self.stateful = tuple(stateful)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether requests may be in the model together."""
+        return not self.stateful and self._num_watched >= NUM_WATCHED
+
+    @contextmanager
+    def forward(self, check: Callable[[], object]) -> Iterator[None]:
+        """A forward, in the thread of its request; first it waits for its turn. ``check`` raises if it must not wait.
+
+        The turn lasts until `leave`.
+        """
+        if self.is_open:
+            yield
+            return
+        while not self._take():
+            check()
+            time.sleep(_POLL_S)
+        before = Snapshot(self._model, self._ignored) if self._num_watched < NUM_WATCHED else None
+        yield
+        if before is not None:
+            self._judge(before)
+
+    def _take(self) -> bool:
+        me = threading.get_ident()
+        with self._lock:
+            if self._holder is None and not self.is_open:
+                self._holder = me
+            return self.is_open or self._holder == me
+
+    def _judge(self, before: Snapshot) -> None:
+        self._num_watched += 1
+        if self._num_watched == NUM_WATCHED:
+            self.stateful = tuple(before.changed(Snapshot(self._model, self._ignored)))
+
+    def leave(self) -> None:
+        """The calling thread's request is over. Idempotent."""
+        with self._lock:
+            if self._holder == threading.get_ident():
+                self._holder = None
