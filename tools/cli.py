@@ -106,6 +106,16 @@ BENCHMARKS = {
         "step",
         "One step of a FLUX.1-shaped transformer: streamed against resident and the link limit, in one run.",
     ),
+    "link": Program(
+        "streamflow.tools.bench.link",
+        "link",
+        "Copies to the device from page-locked, registered and pageable memory, and packing by threads: rates, ratios.",
+    ),
+    "startup": Program(
+        "streamflow.tools.bench.startup",
+        "startup",
+        "From opening a FLUX.1-shaped transformer to its first finished step, from the checkpoint and from the store.",
+    ),
     "memory": Program(
         "streamflow.tools.bench.memory",
         "memory",

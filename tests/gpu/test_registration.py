@@ -54,6 +54,10 @@ def mapping(tmp_path: Path) -> Iterator[FileMapping]:
     found.close()
 
 
+def bytes_in(path: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray(Path(path).read_bytes()), dtype=torch.uint8)
+
+
 def registration_of(device: CudaDevice, mapping: FileMapping, piece_bytes: int = 128 * MIB) -> Registration:
     held = HostMapping(mapping.path, mapping.address, mapping.nbytes)
     return Registration(device.registrar, [held], [Extent(0, 0, mapping.nbytes)], piece_bytes=piece_bytes)
@@ -89,8 +93,7 @@ async def test_a_registered_mapping_is_pinned_exact_and_given_back(mapping: File
             assert source.is_pinned()
             stream.copy(buffer[run.offset_bytes : run.end_bytes], source)
         await crew.call(stream.record().wait)
-        expected = torch.frombuffer(bytearray(Path(mapping.path).read_bytes()), dtype=torch.uint8)
-        assert torch.equal(buffer.cpu(), expected)
+        assert torch.equal(buffer.cpu(), bytes_in(mapping.path))
         assert registering_s < 1.0, "0.04 s are expected with warm page cache"
         del source
         assert await crew.call(registration.close) == ()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import statistics
 import time
+from collections.abc import Sequence
 
 import anyio
 import torch
@@ -12,7 +13,7 @@ from torch import nn
 
 from streamflow.stages.devices.base import Device, Stream
 from streamflow.stages.host_memory import allocate_host
-from streamflow.stages.images import MemoryPiece
+from streamflow.stages.images import MemoryPiece, Piece
 from streamflow.stages.registration.page_lock import PageLock
 from streamflow.stages.threads import ThreadCrew
 from streamflow.tools.bench.clock import Mark, intervals, mark
@@ -49,9 +50,15 @@ def copy_rate(device: Device, stream: Stream, source: torch.Tensor, piece_bytes:
         device.free(target)
 
 
-async def pack_rate(model: nn.Module, crew: ThreadCrew, num_threads: int, chunk_bytes: int, seconds: float) -> float:
-    """Bytes per second that ``num_threads`` threads copy from the model's memory into buffers of ``chunk_bytes``."""
-    pieces = [MemoryPiece(0, _flat_bytes(parameter)) for parameter in model.parameters()]
+def pieces_of(model: nn.Module) -> list[MemoryPiece]:
+    """The model's parameters, each a piece."""
+    return [MemoryPiece(0, _flat_bytes(parameter)) for parameter in model.parameters()]
+
+
+async def pack_rate(
+    pieces: Sequence[Piece], crew: ThreadCrew, num_threads: int, chunk_bytes: int, seconds: float
+) -> float:
+    """Bytes per second that ``num_threads`` threads read from ``pieces`` into buffers of ``chunk_bytes``."""
     chunks = [
         (piece, start, min(chunk_bytes, piece.nbytes - start))
         for piece in pieces

@@ -7,7 +7,6 @@ left out, because blocks were prefetched for it while the other model ran.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import statistics
 from collections.abc import Sequence
@@ -24,9 +23,10 @@ import streamflow
 from streamflow.opening import make_device
 from streamflow.stages.threads import ThreadCrew, open_threads
 from streamflow.tools.bench.clock import timed_steps
+from streamflow.tools.bench.digests import digest_of
 from streamflow.tools.bench.environment import environment
 from streamflow.tools.bench.flux_shaped import SMALL, FluxShape, FluxShaped, random_inputs, random_models
-from streamflow.tools.bench.rates import link_rate, pack_rate
+from streamflow.tools.bench.rates import link_rate, pack_rate, pieces_of
 
 NUM_TEXT_TOKENS = 512
 
@@ -105,7 +105,9 @@ async def measure(options: StepOptions) -> dict[str, Any]:
 
 async def _pack_rate(options: StepOptions, model: FluxShaped, crew: ThreadCrew) -> float:
     config = streamflow.OffloadConfig(packing_threads=options.packing_threads)
-    return await pack_rate(model, crew, config.effective_packing_threads, options.staging_chunk_bytes, seconds=2.0)
+    return await pack_rate(
+        pieces_of(model), crew, config.effective_packing_threads, options.staging_chunk_bytes, seconds=2.0
+    )
 
 
 async def _measure_transfer(
@@ -162,7 +164,7 @@ async def _measure_size(
         transfer=statistics_now.choice.transfer,
         source=statistics_now.choice.source,
         num_resident_blocks=statistics_now.num_resident_blocks,
-        equal=_digest(expected) == _digest(found),
+        equal=digest_of(expected) == digest_of(found),
         num_steps=len(streamed_s),
         streamed_s=step_s,
         resident_s=alone_s,
@@ -182,11 +184,6 @@ async def _measure_size(
         num_slow_device_calls=engine.num_slow_device_calls - before.num_slow_device_calls,
         device_peak_bytes=engine.device_peak_bytes,
     )
-
-
-def _digest(tensor: torch.Tensor) -> str:
-    flat = tensor.detach().cpu().contiguous().view(torch.uint8)
-    return hashlib.sha256(flat.numpy().tobytes()).hexdigest()
 
 
 def _options(
