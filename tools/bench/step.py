@@ -7,7 +7,6 @@ left out, because blocks were prefetched for it while the other model ran.
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Sequence
 from functools import partial
@@ -26,7 +25,9 @@ from streamflow.tools.bench.clock import timed_steps
 from streamflow.tools.bench.digests import digest_of
 from streamflow.tools.bench.environment import environment
 from streamflow.tools.bench.flux_shaped import SMALL, FluxShape, FluxShaped, random_inputs, random_models
+from streamflow.tools.bench.peers import PeerReading, Standard, measure_peers
 from streamflow.tools.bench.rates import link_rate, pack_rate, pieces_of
+from streamflow.tools.terminal import plain_table, print_json, result_console
 
 NUM_TEXT_TOKENS = 512
 
@@ -46,17 +47,19 @@ class StepOptions:
     packing_threads: int | None
     staging_chunk_bytes: int
     device: str | None
+    peers: bool = False
 
 
 @attrs.frozen
 class StepReading:
-    """One setting: medians in seconds, bytes of one step, and the ratios that matter."""
+    """One setting: medians in seconds, bytes of one step, and the ratios that matter. ``digest`` is of the output."""
 
     image_px: int
     transfer: str
     source: str
     num_resident_blocks: int
     equal: bool
+    digest: str
     num_steps: int
     streamed_s: float
     resident_s: float
@@ -94,13 +97,31 @@ async def measure(options: StepOptions) -> dict[str, Any]:
             pack = await _pack_rate(options, model, crew) if transfer == "staged" else None
             readings += await _measure_transfer(options, transfer, resident, model, link, pack)
         device.close()
+        del resident, model  # peers make their own
+    peers = await _measure_peers(options, readings, torch_device) if options.peers else []
     return {
         "benchmark": "step",
         "environment": environment(torch_device),
         "options": {**attrs.asdict(options), "dtype": str(options.dtype)},
         "link_bytes_per_s": link,
         "readings": [attrs.asdict(reading) for reading in readings],
+        "peers": [attrs.asdict(reading) for reading in peers],
     }
+
+
+async def _measure_peers(
+    options: StepOptions, readings: Sequence[StepReading], device: torch.device
+) -> list[PeerReading]:
+    """Peers against the first reading of each size; they keep no block on the device, so it should have none either."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    first = {reading.image_px: reading for reading in reversed(readings)}
+    standards = [
+        Standard(px, first[px].link_limit_s, first[px].resident_s, first[px].digest) for px in options.image_px
+    ]
+    return await measure_peers(
+        standards, options.shape, options.dtype, NUM_TEXT_TOKENS, options.steps_per_round, device
+    )
 
 
 async def _pack_rate(options: StepOptions, model: FluxShaped, crew: ThreadCrew) -> float:
@@ -165,6 +186,7 @@ async def _measure_size(
         source=statistics_now.choice.source,
         num_resident_blocks=statistics_now.num_resident_blocks,
         equal=digest_of(expected) == digest_of(found),
+        digest=digest_of(expected),
         num_steps=len(streamed_s),
         streamed_s=step_s,
         resident_s=alone_s,
@@ -196,6 +218,7 @@ def _options(
     packing_threads: int | None,
     chunk_mib: int | None,
     device: str | None,
+    peers: bool,
 ) -> StepOptions:
     on_cuda = streamflow.OffloadConfig(device=device).torch_device().type == "cuda"
     return StepOptions(
@@ -210,6 +233,7 @@ def _options(
         packing_threads=packing_threads,
         staging_chunk_bytes=streamflow.OffloadConfig().staging_chunk_bytes if chunk_mib is None else chunk_mib << 20,
         device=device,
+        peers=peers,
     )
 
 
@@ -222,6 +246,7 @@ def _options(
 @click.option("--packing-threads", type=click.IntRange(1), default=None, help="Threads of the staged transfer.")
 @click.option("--chunk-mib", type=click.IntRange(1), default=None, help="Chunk of the staged transfer, in MiB.")
 @click.option("--device", default=None, help="cuda, cuda:N or cpu; default: cuda where there is one.")
+@click.option("--peers", is_flag=True, help="Also diffusers' group offload and accelerate's cpu_offload, if installed.")
 @click.option("--json", "as_json", is_flag=True, help="Print the readings as one JSON object.")
 def step(*, as_json: bool, **options: Any) -> None:
     """One step of a FLUX.1-shaped transformer: streamed against resident and the link limit, in one run.
@@ -230,7 +255,7 @@ def step(*, as_json: bool, **options: Any) -> None:
     """
     report = anyio.run(measure, _options(**options))
     if as_json:
-        click.echo(json.dumps(report, indent=2))
+        print_json(report)
     else:
         _print(report)
     if not all(reading["equal"] for reading in report["readings"]):
@@ -238,21 +263,38 @@ def step(*, as_json: bool, **options: Any) -> None:
 
 
 def _print(report: dict[str, Any]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title=f"one step, link {report['link_bytes_per_s'] / 1e9:.1f} GB/s")
-    for column in ("px", "transfer", "streamed", "resident", "x link limit", "x resident", "hooks/block", "equal"):
-        table.add_column(column, justify="right")
+    title = f"one step, link {report['link_bytes_per_s'] / 1e9:.1f} GB/s"
+    columns = ("", "px", "x link limit", "x resident", "step", "resident", "hooks/block", "peak", "equal")
+    table = plain_table(*columns, title=title)
     for reading in report["readings"]:
         table.add_row(
+            f"{reading['transfer']} from {reading['source']}",
             str(reading["image_px"]),
-            reading["transfer"],
-            f"{reading['streamed_s'] * 1e3:.1f} ms",
-            f"{reading['resident_s'] * 1e3:.1f} ms",
             f"{reading['ratio_to_link_limit']:.3f}",
             f"{reading['ratio_to_resident']:.3f}",
+            f"{reading['streamed_s'] * 1e3:.1f} ms",
+            f"{reading['resident_s'] * 1e3:.1f} ms",
             f"{reading['hooks_cpu_us_per_block']:.0f} us",
+            f"{reading['device_peak_bytes'] / 1e9:.2f} GB",
             "yes" if reading["equal"] else "NO",
         )
-    Console().print(table)
+    for peer in report["peers"]:
+        table.add_row(*_peer_cells(peer))
+    result_console().print(table)
+
+
+def _peer_cells(peer: dict[str, Any]) -> list[str]:
+    if peer["problem"] is not None:
+        return [f"{peer['peer']}: {peer['problem']}", str(peer["image_px"])]
+    peak = peer["device_peak_bytes"]
+    return [
+        f"{peer['peer']} {peer['version']}",
+        str(peer["image_px"]),
+        f"{peer['ratio_to_link_limit']:.3f}",
+        f"{peer['ratio_to_resident']:.3f}",
+        f"{peer['step_s'] * 1e3:.1f} ms",
+        "",
+        "",
+        "" if peak is None else f"{peak / 1e9:.2f} GB",
+        "yes" if peer["equal"] else "NO",
+    ]
