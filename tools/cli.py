@@ -119,7 +119,7 @@ BENCHMARKS = {
     "memory": Program(
         "streamflow.tools.bench.memory",
         "memory",
-        "Host memory of several processes that stream one stored model, against the size of its entry.",
+        "Host memory of several processes that stream one model from the store, against the size of its entry.",
     ),
     "overlap": Program(
         "streamflow.tools.bench.overlap",

@@ -7,9 +7,12 @@ left out, because blocks were prefetched for it while the other model ran.
 
 from __future__ import annotations
 
+import itertools
 import statistics
+import tempfile
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import anyio
@@ -17,6 +20,7 @@ import anyio.to_thread
 import attrs
 import click
 import torch
+from torch import nn
 
 import streamflow
 from streamflow.opening import make_device
@@ -27,6 +31,7 @@ from streamflow.tools.bench.environment import environment
 from streamflow.tools.bench.flux_shaped import SMALL, FluxShape, FluxShaped, random_inputs, random_models
 from streamflow.tools.bench.peers import PeerReading, Standard, measure_peers
 from streamflow.tools.bench.rates import link_rate, pack_rate, pieces_of
+from streamflow.tools.bench.step_sources import SOURCES, StepSource
 from streamflow.tools.terminal import plain_table, print_json, result_console
 
 NUM_TEXT_TOKENS = 512
@@ -34,11 +39,15 @@ NUM_TEXT_TOKENS = 512
 
 @attrs.frozen
 class StepOptions:
-    """What to measure. ``image_px`` and ``transfers`` are swept; see `OffloadConfig` for the rest."""
+    """What to measure. ``image_px``, ``sources`` and ``transfers`` are swept; see `OffloadConfig` for the rest.
+
+    Files are made in ``folder``.
+    """
 
     shape: FluxShape
     dtype: torch.dtype
     image_px: tuple[int, ...]
+    sources: tuple[str, ...]
     transfers: tuple[str, ...]
     window_blocks: int
     resident_blocks: int
@@ -47,7 +56,8 @@ class StepOptions:
     packing_threads: int | None
     staging_chunk_bytes: int
     device: str | None
-    peers: bool = False
+    peers: bool
+    folder: Path
 
 
 @attrs.frozen
@@ -76,6 +86,8 @@ class StepReading:
     num_on_demand_fetches: int
     num_slow_device_calls: int
     device_peak_bytes: int
+    registered_bytes: int
+    registration_s: float
 
 
 async def measure(options: StepOptions) -> dict[str, Any]:
@@ -93,16 +105,20 @@ async def measure(options: StepOptions) -> dict[str, Any]:
         resident, model = await crew.call(
             lambda: random_models(options.shape, options.dtype, torch_device), name="models"
         )
-        for transfer in options.transfers:
+        for name, transfer in itertools.product(options.sources, options.transfers):
+            source = StepSource(name, options.shape, options.dtype, options.folder)
             pack = await _pack_rate(options, model, crew) if transfer == "staged" else None
-            readings += await _measure_transfer(options, transfer, resident, model, link, pack)
+            readings += await _measure_transfer(options, source, transfer, resident, model, link, pack)
         device.close()
         del resident, model  # peers make their own
     peers = await _measure_peers(options, readings, torch_device) if options.peers else []
     return {
         "benchmark": "step",
         "environment": environment(torch_device),
-        "options": {**attrs.asdict(options), "dtype": str(options.dtype)},
+        "options": {
+            **attrs.asdict(options, filter=lambda field, _: field.name != "folder"),
+            "dtype": str(options.dtype),
+        },
         "link_bytes_per_s": link,
         "readings": [attrs.asdict(reading) for reading in readings],
         "peers": [attrs.asdict(reading) for reading in peers],
@@ -132,21 +148,25 @@ async def _pack_rate(options: StepOptions, model: FluxShaped, crew: ThreadCrew) 
 
 
 async def _measure_transfer(
-    options: StepOptions, transfer: str, resident: FluxShaped, model: FluxShaped, link: float, pack: float | None
+    options: StepOptions,
+    source: StepSource,
+    transfer: str,
+    resident: FluxShaped,
+    model: FluxShaped,
+    link: float,
+    pack: float | None,
 ) -> list[StepReading]:
-    config = streamflow.OffloadConfig.from_mapping(
-        {
-            "device": options.device,
-            "window_blocks": options.window_blocks,
-            "resident_blocks": options.resident_blocks,
-            "transfer": transfer,
-            "packing_threads": options.packing_threads,
-            "staging_chunk_bytes": options.staging_chunk_bytes,
-        }
-    )
-    async with streamflow.open_offload(model, config) as offload:
+    config = {
+        "device": options.device,
+        "window_blocks": options.window_blocks,
+        "resident_blocks": options.resident_blocks,
+        "transfer": transfer,
+        "packing_threads": options.packing_threads,
+        "staging_chunk_bytes": options.staging_chunk_bytes,
+    }
+    async with source.opened(model, config) as (offload, streamed):
         return [
-            await _measure_size(options, offload, image_px, resident, model, link, pack)
+            await _measure_size(options, offload, image_px, resident, streamed, link, pack)
             for image_px in options.image_px
         ]
 
@@ -156,7 +176,7 @@ async def _measure_size(
     offload: streamflow.Offload,
     image_px: int,
     resident: FluxShaped,
-    model: FluxShaped,
+    model: nn.Module,
     link: float,
     pack: float | None,
 ) -> StepReading:
@@ -205,12 +225,15 @@ async def _measure_size(
         num_on_demand_fetches=engine.num_on_demand_fetches - before.num_on_demand_fetches,
         num_slow_device_calls=engine.num_slow_device_calls - before.num_slow_device_calls,
         device_peak_bytes=engine.device_peak_bytes,
+        registered_bytes=statistics_now.registration.registered_bytes,
+        registration_s=statistics_now.registration.seconds,
     )
 
 
 def _options(
     *,
     image_px: Sequence[int],
+    source: Sequence[str],
     transfer: Sequence[str],
     window: int,
     residents: int,
@@ -219,12 +242,14 @@ def _options(
     chunk_mib: int | None,
     device: str | None,
     peers: bool,
+    folder: Path,
 ) -> StepOptions:
     on_cuda = streamflow.OffloadConfig(device=device).torch_device().type == "cuda"
     return StepOptions(
         shape=FluxShape() if on_cuda else SMALL,
         dtype=torch.bfloat16 if on_cuda else torch.float32,
         image_px=tuple(image_px) or ((1024, 2048) if on_cuda else (256,)),
+        sources=tuple(source) or ("module",),
         transfers=tuple(transfer) or ("direct", "staged"),
         window_blocks=window,
         resident_blocks=residents,
@@ -234,11 +259,13 @@ def _options(
         staging_chunk_bytes=streamflow.OffloadConfig().staging_chunk_bytes if chunk_mib is None else chunk_mib << 20,
         device=device,
         peers=peers,
+        folder=folder,
     )
 
 
 @click.command("step")
 @click.option("--px", "image_px", type=click.IntRange(64), multiple=True, help="Picture size; repeat to sweep.")
+@click.option("--source", type=click.Choice(SOURCES), multiple=True, help="Repeat to sweep.  [default: module]")
 @click.option("--transfer", type=click.Choice(["direct", "staged"]), multiple=True, help="Repeat to sweep.")
 @click.option("--window", type=click.IntRange(1), default=2, show_default=True, help="Slots of the window.")
 @click.option("--residents", type=click.IntRange(0), default=0, show_default=True, help="Blocks that stay.")
@@ -247,13 +274,16 @@ def _options(
 @click.option("--chunk-mib", type=click.IntRange(1), default=None, help="Chunk of the staged transfer, in MiB.")
 @click.option("--device", default=None, help="cuda, cuda:N or cpu; default: cuda where there is one.")
 @click.option("--peers", is_flag=True, help="Also diffusers' group offload and accelerate's cpu_offload, if installed.")
+@click.option("--folder", type=click.Path(path_type=Path), help="Where files are made.  [default: of temporary files]")
 @click.option("--json", "as_json", is_flag=True, help="Print the readings as one JSON object.")
-def step(*, as_json: bool, **options: Any) -> None:
+def step(*, folder: Path | None, as_json: bool, **options: Any) -> None:
     """One step of a FLUX.1-shaped transformer: streamed against resident and the link limit, in one run.
 
-    On CUDA the full size (23.7 GB of random bfloat16); on the CPU a small one in float32.
+    On CUDA the full size (23.7 GB of random bfloat16); on the CPU a small one in float32. A checkpoint, and a store,
+    take as much on disk each.
     """
-    report = anyio.run(measure, _options(**options))
+    with tempfile.TemporaryDirectory(prefix="streamflow-bench-", dir=folder) as made:
+        report = anyio.run(measure, _options(folder=Path(made), **options))
     if as_json:
         print_json(report)
     else:
