@@ -7,9 +7,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import attrs
-
-from streamflow.store.draft import StoredImage
+from streamflow.store.draft import StoredImage, StoredTensor
 
 #: Part of every content id: another meaning of the ownership below has to give other ids.
 _SCHEME = "streamflow content 1"
@@ -22,8 +20,27 @@ def canonical_json(value: Mapping[str, Any]) -> bytes:
 
 def content_id_of(images: Sequence[StoredImage], digests: Sequence[str]) -> str:
     """The identity of these images: the digest of who owns which bytes, and of each image's digest, in order."""
-    owned = [{**attrs.asdict(image), "sha256": digest} for image, digest in zip(images, digests, strict=True)]
+    owned = [{**image_fields(image), "sha256": digest} for image, digest in zip(images, digests, strict=True)]
     return sha256(canonical_json({"scheme": _SCHEME, "images": owned}))
+
+
+def image_fields(image: StoredImage) -> dict[str, Any]:
+    """An image as JSON values: who owns which of its bytes."""
+    tensors = [tensor_fields(tensor) for tensor in image.tensors]
+    return {"name": image.name, "role": image.role, "nbytes": image.nbytes, "tensors": tensors}
+
+
+def tensor_fields(tensor: StoredTensor) -> dict[str, Any]:
+    """A tensor as JSON values. One by one: entries of thousands are read within milliseconds."""
+    return {
+        "name": tensor.name,
+        "kind": tensor.kind,
+        "dtype": tensor.dtype,
+        "shape": tensor.shape,
+        "stride": tensor.stride,
+        "offset_bytes": tensor.offset_bytes,
+        "aliases": tensor.aliases,
+    }
 
 
 def file_digest(header: bytes, image_digests: Iterable[str]) -> str:

@@ -13,7 +13,8 @@ from streamflow.store.eviction_policy import Candidate
 from streamflow.store.generations import content_ids, generations
 from streamflow.store.locks import try_lock
 from streamflow.store.manifest import LEASE_NAME, MANIFEST_NAME, Manifest
-from streamflow.store.manifest_parsing import MAX_MANIFEST_BYTES, ManifestError, parse_manifest
+from streamflow.store.manifest_parsing import MAX_MANIFEST_BYTES, parse_manifest
+from streamflow.store.manifest_values import ManifestError
 from streamflow.store.quarantine import Quarantine
 from streamflow.store.root import StoreRoot
 from streamflow.store.sources import sources_of

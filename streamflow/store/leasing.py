@@ -13,7 +13,8 @@ from streamflow.store.descriptors import Descriptor, open_descriptor, open_insid
 from streamflow.store.lease import Lease
 from streamflow.store.locks import still_names, try_lock
 from streamflow.store.manifest import LEASE_NAME, MANIFEST_NAME
-from streamflow.store.manifest_parsing import MAX_MANIFEST_BYTES, ManifestError, ProvenManifest, parse_manifest
+from streamflow.store.manifest_parsing import MAX_MANIFEST_BYTES, ProvenManifest, parse_manifest
+from streamflow.store.manifest_values import ManifestError
 from streamflow.store.packing import FilePlan
 from streamflow.store.root import StoreRoot
 from streamflow.store.trust import why_not_trusted

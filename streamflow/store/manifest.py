@@ -7,7 +7,7 @@ from typing import Any
 
 import attrs
 
-from streamflow.store.content import canonical_json, content_id_of, file_digest, sha256
+from streamflow.store.content import canonical_json, content_id_of, file_digest, image_fields, sha256, tensor_fields
 from streamflow.store.draft import JSON, StoredImage
 from streamflow.store.packing import EntryPlan, ImagePlace
 from streamflow.store.stored_form import stored_form
@@ -109,13 +109,11 @@ def manifest_fields(manifest: Manifest) -> dict[str, Any]:
 def _image_fields(stored: ManifestImage) -> dict[str, Any]:
     image = stored.image
     return {
-        "name": image.name,
-        "role": image.role,
-        "nbytes": image.nbytes,
+        **image_fields(image),
         "file": stored.place.file,
         "offset_bytes": stored.place.offset_bytes,
         "sha256": stored.sha256,
         "tensors": [
-            {**attrs.asdict(tensor), "permutation": list(stored_form(tensor).permutation)} for tensor in image.tensors
+            {**tensor_fields(tensor), "permutation": stored_form(tensor).permutation} for tensor in image.tensors
         ],
     }

@@ -159,8 +159,8 @@ def _tensors(image: StoredImage) -> list[tuple[str, str, tuple[int, ...], int, i
 
 
 def _text(name: str, file_dtype: str, shape: Iterable[int], begin: int, end: int) -> str:
-    entry = {"dtype": file_dtype, "shape": list(shape), "data_offsets": [begin, end]}
-    return "," + json.dumps(name) + ":" + json.dumps(entry, separators=(",", ":"))
+    sizes = ",".join(map(str, shape))
+    return f',{json.dumps(name)}:{{"dtype":"{file_dtype}","shape":[{sizes}],"data_offsets":[{begin},{end}]}}'
 
 
 def _header_bytes(text_bytes: int) -> int:

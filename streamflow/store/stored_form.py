@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 
 import attrs
 
@@ -33,20 +34,31 @@ def stored_form(tensor: StoredTensor) -> StoredForm:
 
     :raises UnsupportedTensorError: if the file format has no such dtype, elements overlap, or there are holes.
     """
-    file_dtype = TORCH_TO_FILE.get(tensor.dtype)
+    try:
+        return _form(tensor.dtype, tensor.shape, tensor.stride)
+    except _NoFormError as failure:
+        raise UnsupportedTensorError(tensor.name, str(failure)) from None
+
+
+class _NoFormError(Exception):
+    """Why a tensor has no such form."""
+
+
+@lru_cache(maxsize=4096)  # a model has thousands of tensors, and few kinds of them
+def _form(dtype: str, elements: tuple[int, ...], stride: tuple[int, ...]) -> StoredForm:
+    file_dtype = TORCH_TO_FILE.get(dtype)
     if file_dtype is None:
-        raise UnsupportedTensorError(tensor.name, f"safetensors files cannot hold {tensor.dtype}")
-    outer_first = _outer_first(tensor.shape, tensor.stride)
-    shape = tuple(tensor.shape[dim] for dim in outer_first)
-    if not is_row_major(shape, [tensor.stride[dim] for dim in outer_first]):
-        raise UnsupportedTensorError(
-            tensor.name,
-            f"the strides {list(tensor.stride)} of its shape {list(tensor.shape)} lay elements over each other "
+        raise _NoFormError(f"safetensors files cannot hold {dtype}")
+    outer_first = _outer_first(elements, stride)
+    shape = tuple(elements[dim] for dim in outer_first)
+    if not is_row_major(shape, [stride[dim] for dim in outer_first]):
+        raise _NoFormError(
+            f"the strides {list(stride)} of its shape {list(elements)} lay elements over each other "
             "or leave holes between them (call .contiguous() on it before publishing)",
         )
     permutation = tuple(outer_first.index(dim) for dim in range(len(shape)))
-    file_shape = _in_file_elements(tensor.name, file_dtype, shape)
-    return StoredForm(file_dtype, shape, file_shape, permutation, math.prod(shape) * DTYPE_BYTES[tensor.dtype])
+    file_shape = _in_file_elements(file_dtype, shape)
+    return StoredForm(file_dtype, shape, file_shape, permutation, math.prod(shape) * DTYPE_BYTES[dtype])
 
 
 def _outer_first(shape: Sequence[int], stride: Sequence[int]) -> list[int]:
@@ -57,10 +69,10 @@ def _outer_first(shape: Sequence[int], stride: Sequence[int]) -> list[int]:
     return sorted(dims, key=lambda dim: (shape[dim] > 1, -stride[dim]))
 
 
-def _in_file_elements(name: str, file_dtype: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+def _in_file_elements(file_dtype: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     packed = FILE_DTYPES[file_dtype].packed
     if packed == 1:
         return shape
     if not shape:
-        raise UnsupportedTensorError(name, f"{file_dtype} is held in groups of {packed}, which a single element is not")
+        raise _NoFormError(f"{file_dtype} is held in groups of {packed}, which a single element is not")
     return (*shape[:-1], shape[-1] * packed)

@@ -27,6 +27,8 @@ def load_object(data: bytes) -> dict[str, object]:
             parse_int=_parse_int,
             parse_float=_parse_float,
         )
+        if b"\\u" in data:  # no other way leads to one, and most files need not be searched
+            _refuse_surrogates(value)
     except UnicodeDecodeError as failure:
         raise StrictJSONError(f"it is not UTF-8 at byte {failure.start}") from failure
     except json.JSONDecodeError as failure:
@@ -39,22 +41,22 @@ def load_object(data: bytes) -> dict[str, object]:
 
 
 def _distinct_pairs(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    result: dict[str, object] = {}
-    for key, value in pairs:
-        _refuse_surrogates(key)
-        if key in result:
-            raise StrictJSONError(f"the key {key!r} comes twice")
-        result[key] = value
-        if isinstance(value, str):
-            _refuse_surrogates(value)
+    result = dict(pairs)
+    if len(result) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise StrictJSONError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} comes twice")
     return result
 
 
-def _refuse_surrogates(text: str) -> None:
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as failure:
-        raise StrictJSONError(f"the text {text!r} holds half a surrogate pair") from failure
+def _refuse_surrogates(value: object) -> None:
+    if isinstance(value, str):
+        try:
+            value.encode("utf-8")
+        except UnicodeEncodeError as failure:
+            raise StrictJSONError(f"the text {value!r} holds half a surrogate pair") from failure
+    elif isinstance(value, dict | list):
+        for item in (*value, *value.values()) if isinstance(value, dict) else value:
+            _refuse_surrogates(item)
 
 
 def _refuse_constant(text: str) -> object:

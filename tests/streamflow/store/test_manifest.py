@@ -11,7 +11,8 @@ import pytest
 
 from streamflow.store.content import canonical_json, sha256
 from streamflow.store.manifest import make_manifest, manifest_bytes, manifest_fields
-from streamflow.store.manifest_parsing import ManifestError, parse_manifest
+from streamflow.store.manifest_parsing import parse_manifest
+from streamflow.store.manifest_values import ManifestError
 from streamflow.store.packing import plan_entry
 from tests.streamflow.store.kit import model
 
@@ -88,14 +89,13 @@ def test_nothing_can_be_added(path: Path) -> None:
         )
 
 
-@pytest.mark.parametrize("value", [None, True, -1, 1.5, "x", [], {}, 2**63])
 @pytest.mark.parametrize("path", PROVED[::5], ids=str)
-def test_values_of_other_kinds_are_refused(path: Path, value: Any) -> None:
-    fields = changed(path, lambda holder, key: holder.__setitem__(key, value))
-    if fields == FIELDS and not isinstance(value, bool):
-        return
-    with pytest.raises(ManifestError):
-        parse_manifest(signed(fields), MANIFEST.content_id)
+def test_values_of_other_kinds_are_refused(path: Path) -> None:
+    for value in (None, True, -1, 1.5, "x", [], {}, 2**63):
+        fields = changed(path, lambda holder, key, value=value: holder.__setitem__(key, value))
+        if canonical_json(fields) != canonical_json(FIELDS):  # some are what they were
+            with pytest.raises(ManifestError):
+                parse_manifest(signed(fields), MANIFEST.content_id)
 
 
 @pytest.mark.parametrize("name", ["../weights-00001.safetensors", "/etc/passwd", "a/b", "..", ""])
@@ -105,12 +105,13 @@ def test_a_file_name_that_leads_elsewhere_is_refused(name: str) -> None:
         parse_manifest(signed(fields), MANIFEST.content_id)
 
 
-@pytest.mark.parametrize("bit", range(0, 8 * len(manifest_bytes(MANIFEST)), 53))
-def test_no_bit_can_flip(bit: int) -> None:
-    data = bytearray(manifest_bytes(MANIFEST))
-    data[bit // 8] ^= 1 << bit % 8
-    with pytest.raises(ManifestError):
-        parse_manifest(bytes(data), MANIFEST.content_id)
+def test_no_bit_can_flip() -> None:
+    sound = manifest_bytes(MANIFEST)
+    for bit in range(0, 8 * len(sound), 53):
+        data = bytearray(sound)
+        data[bit // 8] ^= 1 << bit % 8
+        with pytest.raises(ManifestError):
+            parse_manifest(bytes(data), MANIFEST.content_id)
 
 
 @pytest.mark.parametrize("data", [b"", b"[]", b"{", b'{"sha256": 1}', b'{"a":1e999}', b"\xff", b'{"a":1,"a":1}'])

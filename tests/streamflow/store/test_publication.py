@@ -40,12 +40,28 @@ async def test_what_was_published_is_leased_byte_for_byte(root: Path) -> None:
             assert len(lease.manifest.files) == 2
             assert lease.manifest.metadata == {"abi": "1"}
             assert lease.manifest.source_id == "source"
+            assert tuple(stored.image for stored in lease.manifest.images) == made.images  # aliases and strides too
             for image, data in enumerate(made.data):
                 found = bytearray(len(data))
                 lease.fill(image, memoryview(found), 0)
                 assert found == data
             await store.verify(lease)
     assert unfinished(root) == []
+
+
+async def test_every_byte_is_read_once(root: Path) -> None:
+    made = model(image_bytes=(3 << 10, CHUNK_BYTES + 256, 512))
+    seen: list[tuple[int, int, int]] = []
+
+    def read(image: int, target: memoryview, start: int) -> None:
+        seen.append((image, start, start + target.nbytes))
+        made.read(image, target, start)
+
+    async with opened(root) as store:
+        await store.publish(Draft(made.images, read, {}), source_id=None)
+    for image, stored in enumerate(made.images):
+        pieces = sorted((start, end) for found, start, end in seen if found == image)
+        assert [0, *(end for _, end in pieces)] == [*(start for start, _ in pieces), stored.nbytes]
 
 
 async def test_the_content_id_is_known_without_writing(root: Path) -> None:

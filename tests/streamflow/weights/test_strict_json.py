@@ -26,6 +26,7 @@ from streamflow.weights.strict_json import StrictJSONError, load_object
         (b'{"a": 1e999}', "1e999 is larger than any number"),
         (b'{"\\ud800": 1}', "half a surrogate pair"),
         (b'{"a": "\\udfff"}', "half a surrogate pair"),
+        (b'{"a": [["\\udfff"]]}', "half a surrogate pair"),
         (b'{"a":' + b"[" * 100_000, "nested too deeply"),
     ],
 )
