@@ -8,7 +8,7 @@ import threading
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
 from contextlib import asynccontextmanager, suppress
-from typing import Generic, TypeVar
+from typing import Any, Generic, NoReturn, TypeVar
 
 import anyio
 import anyio.abc
@@ -69,6 +69,11 @@ class _Job(Generic[Result]):
         finally:
             self.finished.set()
 
+    def refuse(self, failure: BaseException) -> None:
+        """There is no thread to run it."""
+        self.result.set_exception(failure)
+        self.finished.set()
+
 
 async def wait_through(event: LoopEvent) -> BaseException | None:
     """Return once ``event`` is set, whatever comes meanwhile. For a caller that must not leave before a thread is done.
@@ -91,6 +96,18 @@ def more_urgent(first: BaseException, then: BaseException | None) -> BaseExcepti
     return then if isinstance(then, KeyboardInterrupt) and not isinstance(first, KeyboardInterrupt) else first
 
 
+def raise_urgent(interruption: BaseException, failure: BaseException | None) -> NoReturn:
+    """Raise what interrupted something, or rather, if it failed besides, that failure: a cancellation says nothing.
+
+    :raises BaseException: the one or the other.
+    """
+    if failure is None:
+        raise interruption from None
+    if more_urgent(failure, interruption) is failure:
+        raise failure
+    raise interruption from failure
+
+
 class ThreadCrew:
     """The worker threads of one owner. Made by `open_threads`."""
 
@@ -103,8 +120,8 @@ class ThreadCrew:
     def start(self, name: str) -> WorkerThread:
         """A new thread; it ends with the crew. On the crew's loop only."""
         thread = WorkerThread(name)
-        self._threads.append(thread)
         self._task_group.start_soon(_own, thread, name=f"owner of {name}")
+        self._threads.append(thread)
         return thread
 
     async def call(
@@ -118,44 +135,67 @@ class ThreadCrew:
         """What ``work`` returns, run in a thread of its own.
 
         A cancelled call tells ``on_cancel`` so at once, waits for the thread all the same, gives the result to ``undo``
-        (in a thread too), and is cancelled then.
+        (in a thread too), and is cancelled then. What these raise comes out instead of the cancellation, which nobody
+        would look into, and as the cause of an interrupt by the user.
+
+        :raises RuntimeError: if no thread can be started.
         """
         job = self._begin(work, name)
         try:
             await job.finished.wait()
         except BaseException as interruption:
-            if on_cancel is not None:
-                on_cancel()
-            urgent = more_urgent(interruption, await wait_through(job.finished))
-            if undo is not None and job.result.exception() is None:
-                undoing = self._begin(lambda: undo(job.result.result()), f"{name} undo")
-                urgent = more_urgent(urgent, await wait_through(undoing.finished))
-            raise urgent from None
+            urgent = interruption if on_cancel is None else _tell(on_cancel, interruption)
+            urgent = more_urgent(urgent, await wait_through(job.finished))
+            if undo is None or job.result.exception() is not None:
+                raise urgent from None
+            undoing = self._begin(lambda: undo(job.result.result()), f"{name} undo")
+            urgent = more_urgent(urgent, await wait_through(undoing.finished))
+            raise_urgent(urgent, undoing.result.exception())
         return job.result.result()
 
     async def call_through(self, work: Callable[[], Result]) -> Result:
         """What ``work`` returns, run in a thread to its end. For clean-up: an interruption is raised after it.
 
-        All these calls share one thread, which is there already.
+        What ``work`` raises comes out instead of a cancellation, and as the cause of an interrupt by the user. All
+        these calls share one thread, which is there already.
         """
         job = _Job(work)
         self._cleaner.submit(job.run)
         absorbed = await wait_through(job.finished)
         if absorbed is not None:
-            raise absorbed from job.result.exception()
+            raise_urgent(absorbed, job.result.exception())
         return job.result.result()
 
     def _begin(self, work: Callable[[], Result], name: str) -> _Job[Result]:
+        """Have it done in a thread that is gone after it: nothing remembers those."""
         job = _Job(work)
-        thread = self.start(f"streamflow {name}")
+        thread = WorkerThread(f"streamflow {name}")
         thread.submit(job.run)
         thread.finish()
+        self._task_group.start_soon(_own_for, job, thread, name=f"owner of {thread.name}")
         return job
 
     def finish(self) -> None:
         """Ask every thread to end once its queue is empty."""
         for thread in self._threads:
             thread.finish()
+
+
+def _tell(on_cancel: Callable[[], object], interruption: BaseException) -> BaseException:
+    """Call ``on_cancel``; returns what to raise in the end."""
+    try:
+        on_cancel()
+    except BaseException as failure:
+        return more_urgent(failure, interruption)
+    return interruption
+
+
+async def _own_for(job: _Job[Any], thread: WorkerThread) -> None:
+    """Own the thread of one job, whose caller hears of it if there is none to be had."""
+    try:
+        await _own(thread)
+    except Exception as failure:
+        job.refuse(failure)
 
 
 async def _own(thread: WorkerThread) -> None:

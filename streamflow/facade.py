@@ -7,7 +7,7 @@ import contextvars
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, contextmanager
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, Literal, ParamSpec, TypeVar
 
 import anyio
 from torch import nn
@@ -42,7 +42,7 @@ class _LoopThread:
         self._offload: Offload | None = None
         self._failure: BaseException | None = None
         self._opened = ThreadEvent()
-        self._unclaimed: list[None] = [None]
+        self._owner: dict[str, str] = {}
         self._waiters: list[ThreadEvent] = []
         self._ended = False
         self._stopped = False
@@ -87,7 +87,18 @@ class _LoopThread:
         """Close the offload and end the thread; returns when all is given back. From any thread. Idempotent.
 
         Interrupts that come meanwhile are raised in the end: only another closing could do what is left of this one.
+        One that comes between its steps, at the one moment when nothing absorbs it, is raised at once: in the main
+        thread, `close_through` belongs after it.
         """
+        interruption = self.close_through()
+        failure = self._failure if self._offload is not None else None
+        if interruption is not None:
+            raise interruption from failure
+        if failure is not None:
+            raise failure
+
+    def close_through(self) -> KeyboardInterrupt | None:
+        """The same, but what failed is left out; returns the last interrupt that came meanwhile, if any."""
         interruption: KeyboardInterrupt | None = None
         is_closed = False
         while not is_closed:
@@ -98,16 +109,13 @@ class _LoopThread:
             except KeyboardInterrupt as interrupt:
                 interruption = interrupt
         atexit.unregister(self._close_at_exit)
-        if interruption is not None:
-            raise interruption
-        if self._failure is not None and self._offload is not None:
-            raise self._failure
+        return interruption
 
     def _wait_until_ended(self) -> None:
         # Not by the thread's own `join` alone: in Python 3.11 a join that is interrupted takes the thread for dead.
         ended = ThreadEvent()
         self._waiters.append(ended)
-        if not self._ended and not self._claim():
+        if not self._ended and not self._is_of("closer"):
             ended.wait_blocking()
         if self._thread.ident is not None:
             self._thread.join()
@@ -117,16 +125,15 @@ class _LoopThread:
         self.stop()
         self._thread.join(EXIT_WAIT_S)
 
-    def _claim(self) -> bool:
-        """Whether the loop is the caller's: the thread's, to run it, or a closer's, before the thread has begun."""
-        try:
-            self._unclaimed.pop()
-        except IndexError:
-            return False
-        return True
+    def _is_of(self, who: Literal["thread", "closer"]) -> bool:
+        """Whether the loop is for the thread to run, or closed before the thread began; it stays what it was first.
+
+        A single call into C: who is interrupted in it asks again, and gets the same answer.
+        """
+        return self._owner.setdefault("loop", who) == who
 
     def _run(self) -> None:
-        if not self._claim():
+        if not self._is_of("thread"):
             return
         try:
             anyio.run(self._main, backend="trio")
@@ -167,7 +174,14 @@ def offload(
     try:
         yield thread.open()
     finally:
-        thread.close()
+        try:
+            thread.close()
+        except KeyboardInterrupt:  # perhaps before that call absorbs any, and the next one before the next call does
+            try:
+                thread.close_through()
+            finally:
+                thread.close_through()
+            raise
 
 
 class StartedOffload:

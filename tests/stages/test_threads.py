@@ -15,7 +15,15 @@ import pytest
 import trio
 
 from streamflow.stages.signals import LoopEvent
-from streamflow.stages.threads import ThreadCrew, WorkerThread, more_urgent, open_tasks, open_threads, wait_through
+from streamflow.stages.threads import (
+    ThreadCrew,
+    WorkerThread,
+    more_urgent,
+    open_tasks,
+    open_threads,
+    raise_urgent,
+    wait_through,
+)
 
 on_both_loops = pytest.mark.anyio
 
@@ -332,6 +340,59 @@ async def test_a_cancelled_call_whose_work_failed_undoes_nothing_and_is_cancelle
         assert undone == []
 
 
+async def cancelled_call(crew: ThreadCrew, **ways: Callable[..., object]) -> None:
+    with anyio.CancelScope() as scope:
+        scope.cancel()
+        await crew.call(lambda: 5, **ways)
+
+
+def fail_with_mine(*ignored: object) -> None:
+    raise ValueError("mine")
+
+
+@on_both_loops
+async def test_an_error_of_undoing_comes_out_of_a_cancelled_call() -> None:
+    async with open_threads() as crew:
+        with pytest.raises(ValueError, match="mine"):
+            await cancelled_call(crew, undo=fail_with_mine)
+
+
+@on_both_loops
+async def test_a_call_whose_on_cancel_fails_waits_and_undoes_all_the_same() -> None:
+    undone: list[int] = []
+    async with open_threads() as crew:
+        with pytest.raises(ValueError, match="mine"):
+            await cancelled_call(crew, undo=undone.append, on_cancel=fail_with_mine)
+        assert undone == [5]
+
+
+@on_both_loops
+async def test_the_threads_of_calls_are_not_remembered() -> None:
+    async with open_threads() as crew:
+        before = list(crew._threads)
+        for _ in range(3):
+            await crew.call(threading.get_ident)
+        assert crew._threads == before
+        await wait_until(lambda: names() == ["streamflow clean-up"])
+
+
+@on_both_loops
+async def test_a_call_for_which_no_thread_can_be_started_says_so_and_the_crew_lives_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def refuse(*args: object, **kwargs: object) -> None:
+        await anyio.lowlevel.checkpoint()
+        raise RuntimeError("can't start new thread")
+
+    async with open_threads() as crew:
+        await wait_until(lambda: names() == ["streamflow clean-up"])
+        with monkeypatch.context() as patch, anyio.fail_after(60):
+            patch.setattr(anyio.to_thread, "run_sync", refuse)
+            with pytest.raises(RuntimeError, match="can't start new thread"):
+                await crew.call(lambda: 5)
+        assert await crew.call(lambda: 6) == 6
+
+
 @pytest.mark.anyio
 @on_one_loop("asyncio")
 @pytest.mark.parametrize("num_cancels", [1, 2, 3])
@@ -418,6 +479,36 @@ async def test_a_clean_up_call_cancelled_natively_runs_to_its_end_and_is_cancell
         with pytest.raises(asyncio.CancelledError):
             await task
         assert gate.is_over
+
+
+@pytest.mark.anyio
+@on_one_loop("asyncio")
+async def test_an_error_of_a_clean_up_call_comes_out_of_its_cancellation() -> None:
+    async with open_threads() as crew:
+        with Gate(ValueError("mine")) as gate:
+            task = asyncio.create_task(crew.call_through(gate.work))
+            await wait_until(gate.begun.is_set)
+            task.cancel()
+            await anyio.wait_all_tasks_blocked()
+        with pytest.raises(ValueError, match="mine"):
+            await task
+
+
+@pytest.mark.parametrize(
+    ("interruption", "failure", "raised"),
+    [
+        (asyncio.CancelledError(), None, 0),
+        (asyncio.CancelledError(), ValueError(), 1),
+        (KeyboardInterrupt(), ValueError(), 0),
+    ],
+)
+def test_a_failure_is_raised_rather_than_a_cancellation_and_an_interrupt_from_it(
+    interruption: BaseException, failure: BaseException | None, raised: int
+) -> None:
+    with pytest.raises((asyncio.CancelledError, ValueError, KeyboardInterrupt)) as caught:
+        raise_urgent(interruption, failure)
+    assert caught.value is (interruption, failure)[raised]
+    assert caught.value.__cause__ is (None if raised else failure)
 
 
 # Waiting through

@@ -24,6 +24,7 @@ from tests.streamflow.runtime.interrupts import (
 from tests.streamflow.runtime.kit import Subject, make_subject, wait_for
 
 ONE_SLOT = {"window_blocks": 1}
+ONE_PLACE = {"max_running_requests": 1}
 STAGED = {"transfer": "staged", "packing_threads": 1, "window_blocks": 1}
 
 
@@ -100,7 +101,7 @@ def waiting_for_another_thread(subject: Subject, device: HeldCpuDevice) -> None:
         in_block.set()
         wait_for(let_go)
 
-    with streamflow.offload(subject.model, device=device) as offload:
+    with streamflow.offload(subject.model, ONE_PLACE, device=device) as offload:
         subject.script.inside = hold
         other = threading.Thread(target=lambda: outputs.append(subject.forward()))
         other.start()

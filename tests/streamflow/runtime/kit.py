@@ -144,9 +144,9 @@ class Subject:
     def check_restored(self, device: CpuDevice, *, in_place: bool = True) -> None:
         """Fail unless everything is as it was: the model to the last attribute, no thread, no device memory."""
         self.before.assert_unchanged(self.model, in_place=in_place)
-        for thread in threading.enumerate():
-            if thread.name.startswith("streamflow") and thread.name not in self.threads:
-                thread.join(2)  # one that was interrupted at its very start has nothing to do but end
+        pause, deadline = threading.Event(), time.monotonic() + 2
+        while streamflow_threads() != self.threads and time.monotonic() < deadline:
+            pause.wait(0.01)  # one whose starting was interrupted may begin now; it has nothing to do but end
         assert streamflow_threads() == self.threads
         assert device.memory().in_use == 0
 
