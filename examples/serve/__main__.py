@@ -93,7 +93,18 @@ def _opener(directory: Path | None, dtype: torch.dtype, config: streamflow.Offlo
 async def serve_on_asyncio(app: Starlette, listener: socket.socket, grace_s: float) -> None:
     """uvicorn, until SIGINT or SIGTERM: then no connection is accepted any more, and requests have ``grace_s``."""
     options = uvicorn.Config(app, lifespan="on", log_config=None, timeout_graceful_shutdown=max(1, int(grace_s)))
-    await uvicorn.Server(options).serve(sockets=[listener])
+    server = uvicorn.Server(options)
+    # uvicorn takes signals while it serves, and raises them anew when it has ended, for whoever took them before: us
+    with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+        async with anyio.create_task_group() as tasks:
+
+            async def stop_when_signalled() -> None:
+                async for _ in signals:
+                    server.should_exit = True
+
+            tasks.start_soon(stop_when_signalled)
+            await server.serve(sockets=[listener])
+            tasks.cancel_scope.cancel()
 
 
 async def serve_on_trio(app: Starlette, listener: socket.socket, grace_s: float) -> None:
