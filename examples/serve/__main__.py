@@ -65,12 +65,18 @@ def main(
     )
     log_with_request_ids()
     app = create_app(_opener(model, DTYPES[dtype], config))
-    listener = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
-    click.echo(f"listening on http://{host}:{listener.getsockname()[1]}")
+    listener = open_listener(host, port)
     if host not in (LOOPBACK, "::1", "localhost"):
         logging.getLogger(__name__).warning("whoever reaches %s may use this server: it has no authentication", host)
     serve = serve_on_trio if loop == "trio" else serve_on_asyncio
     anyio.run(serve, app, listener, grace, backend=loop)
+
+
+def open_listener(host: str, port: int) -> socket.socket:
+    """A socket that listens there, and a line that says where."""
+    listener = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    click.echo(f"listening on http://{host}:{listener.getsockname()[1]}")
+    return listener
 
 
 def log_with_request_ids() -> None:

@@ -59,12 +59,13 @@ class DigitModel:
 @asynccontextmanager
 async def open_digits(config: streamflow.OffloadConfig) -> AsyncIterator[Opened]:
     """The model, streaming while this is open."""
-    model = await anyio.to_thread.run_sync(_load)
+    model = await anyio.to_thread.run_sync(load_digits)
     async with streamflow.open_offload(model, config) as offload:
         yield Opened(offload, DigitModel(model))
 
 
-def _load() -> DigitTransformer:
+def load_digits() -> DigitTransformer:
+    """The model on the host. Blocks."""
     model = load_demo_model()
     # On a CPU the last bits of a result may depend on where a weight begins: the same in every process, then.
     align_weights(model, CpuDevice())

@@ -12,7 +12,7 @@ import anyio.to_thread
 import httpx2
 import pytest
 
-from serve.digits import DigitModel, _load
+from serve.digits import DigitModel, load_digits
 from serve.inputs import Inputs
 from tests.examples.serve.kit import EVENTS, PATH, Server, client_of
 from tests.examples.serve.programs import Program, program
@@ -21,18 +21,18 @@ from tests.streamflow.runtime.kit import PATIENCE_S
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
-REQUEST = {"prompt": "2026", "seed": 5, "num_steps": 60}
+REQUEST = {"prompt": "2026", "seed": 5, "num_steps": 20}
 
 
 @pytest.mark.parametrize("loop", ["asyncio", "trio"])
 def test_it_serves_until_sigterm_and_then_those_who_are_served(loop: str, tmp_path: Path) -> None:
-    model = DigitModel(_load())
-    expected = in_worker(lambda: model.draw(Inputs(prompt="2026", seed=5, num_steps=60), lambda done, steps: None))
+    model = DigitModel(load_digits())
+    expected = in_worker(lambda: model.draw(Inputs(prompt="2026", seed=5, num_steps=20), lambda done, steps: None))
     log = tmp_path / "log"
     with program(log, "serve", "--device", "cpu", "--loop", loop) as served:
         kinds, picture = anyio.run(_terminate_while_drawing, served)
         assert served.process.wait(PATIENCE_S) == 0, log.read_text()
-    assert kinds.count("progress") == 60
+    assert kinds.count("progress") == 20
     assert picture == expected
     assert "Traceback" not in log.read_text()
 
