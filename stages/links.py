@@ -28,8 +28,8 @@ class LinkArbiter:
         self._users: dict[int, LinkUser] = {}
 
     def join(self, on_turn: Callable[[], object]) -> LinkUser:
-        """A new user. ``on_turn`` is called from any thread when it got a turn otherwise than by its own asking; it must
-        not block.
+        """A new user. ``on_turn`` is called from any thread when it got a turn that does not follow from its own asking
+        at once; it must not block.
         """
         user = LinkUser(self, next(self._numbers), on_turn)
         with self._lock:

@@ -17,7 +17,7 @@ from streamflow.tools.cli import main
 
 @pytest.mark.slow
 def test_four_together_reach_what_the_resident_model_reaches_and_one_at_a_time_does_not() -> None:
-    opened = open_modelled((4,), block_s=0.03, num_blocks=6, transfer_to_compute=2.5)
+    opened = open_modelled((4,), block_s=0.03, num_blocks=4, transfer_to_compute=2.5)
     report = anyio.run(measure, opened, Effort(forwards_per_lane=4, limit_s=60.0))
     assert all(rate["equal"] for rate in report["rates"])
     assert report["ratios"]["4 requests: streamed, together, to resident"] >= 0.9
