@@ -133,9 +133,9 @@ class Engine:
         """A request occupies the place. In the request's own thread."""
         self._ring(RequestStarted(place.request_id, place.index))
 
-    def begin_pass(self, place: Place, component: str) -> Pass:
+    def begin_pass(self, place: Place, component: str, *, alone: bool = False) -> Pass:
         """A new pass of ``component`` in ``place``; one that was left open there (its thread was interrupted) is ended
-        first.
+        first. ``alone``: no other request may be in the component meanwhile.
 
         :raises StopForward: if the request is stopped.
         :raises EngineBrokenError: if the engine failed.
@@ -147,7 +147,7 @@ class Engine:
             stale.end(completed=False)
         pass_id = next(self._pass_ids)
         self._mailboxes[pass_id] = place.mailbox
-        begun = Pass(pass_id, component, place, self._window, self._resident_events, self._ring)
+        begun = Pass(pass_id, component, alone, place, self._window, self._resident_events, self._ring)
         self._current[place.index] = begun  # before anybody hears of it, so that it is ended whatever happens now
         begun.begin()
         return begun
@@ -281,9 +281,9 @@ class Engine:
 
     def _note(self, message: PassMessage, now: float) -> None:
         match message:
-            case PassStarted(pass_id, component, maker):
+            case PassStarted(pass_id, component, maker, alone=alone):
                 self._num_passes += 1
-                self._planner.join(pass_id, component, maker=maker, now=now)
+                self._planner.join(pass_id, component, maker=maker, alone=alone, now=now)
             case BlockWanted(pass_id, block, serial):
                 self._planner.want(pass_id, block, serial)
             case BlockLeft(pass_id, block, passed_by, event):

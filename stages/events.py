@@ -34,13 +34,14 @@ class RequestEnded:
 class PassStarted:
     """A pass entered ``component`` and waits for a walk. ``maker`` is the same for all passes of a request.
 
-    ``request_id`` None: the model was called directly.
+    ``request_id`` None: the model was called directly. ``alone``: no other request may be in the component meanwhile.
     """
 
     pass_id: int
     component: str
     maker: int
     request_id: str | None
+    alone: bool
 
 
 @attrs.frozen

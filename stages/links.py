@@ -28,15 +28,17 @@ class LinkArbiter:
         self._users: dict[int, LinkUser] = {}
 
     def join(self, on_turn: Callable[[], object]) -> LinkUser:
-        """A new user. ``on_turn`` is called from any thread when another's doing gave it a turn; it must not block."""
+        """A new user. ``on_turn`` is called from any thread when it got a turn that does not follow from its own asking
+        at once; it must not block.
+        """
         user = LinkUser(self, next(self._numbers), on_turn)
         with self._lock:
             self._users[user.number] = user
             self._shares.join(user.number)
         return user
 
-    def change(self, user: LinkUser, change: Callable[[FairShare], object]) -> None:
-        """Let ``user`` change the shares, and hand out the turns that follow."""
+    def change(self, user: LinkUser, change: Callable[[FairShare], object], *, looks_itself: bool = False) -> None:
+        """Let ``user`` change the shares, and hand out the turns that follow. ``looks_itself``: it need not be told."""
         told: set[int] = set()
         with self._lock:
             if user.number in self._users:  # else it is gone, and all that it had
@@ -45,7 +47,7 @@ class LinkArbiter:
                 number, is_counted = granted
                 self._users[number].turns.append(is_counted)
                 told.add(number)
-        for number in told - {user.number}:
+        for number in told - ({user.number} if looks_itself else set()):
             self._users[number].on_turn()
 
     def leave(self, user: LinkUser) -> bool:
@@ -66,8 +68,8 @@ class LinkUser:
         self._arbiter = arbiter
 
     def ask(self, nbytes: int) -> None:
-        """Ask for a turn to move ``nbytes``."""
-        self._arbiter.change(self, lambda shares: shares.ask(self.number, nbytes))
+        """Ask for a turn to move ``nbytes``; look into `turns` then."""
+        self._arbiter.change(self, lambda shares: shares.ask(self.number, nbytes), looks_itself=True)
 
     def done(self) -> None:
         """A turn that is to be told of is over. From any thread."""

@@ -33,6 +33,7 @@ class Pass:
         self,
         pass_id: int,
         component: str,
+        alone: bool,
         place: Place,
         window: Window,
         residents: Mapping[int, Event],
@@ -40,6 +41,7 @@ class Pass:
     ) -> None:
         self.pass_id = pass_id
         self._component = component
+        self._alone = alone
         self._place = place
         self._window = window
         self._residents = residents
@@ -51,7 +53,8 @@ class Pass:
     def begin(self) -> None:
         """Wait for a walk from now on."""
         self._place.mailbox.begin(self.pass_id)
-        self._ring(PassStarted(self.pass_id, self._component, threading.get_ident(), self._place.request_id))
+        maker = threading.get_ident()
+        self._ring(PassStarted(self.pass_id, self._component, maker, self._place.request_id, self._alone))
 
     def enter(self, block: int) -> None:
         """Return when the thread may issue the block's work.

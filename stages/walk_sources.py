@@ -12,11 +12,15 @@ from streamflow.stages.returns import Returns
 
 @attrs.frozen
 class WaitingPass:
-    """A pass that waits for a walk over ``component`` ``since`` then, in seconds of the planner's clock."""
+    """A pass that waits for a walk over ``component`` ``since`` then, in seconds of the planner's clock.
+
+    ``alone``: nobody else can come to its component meanwhile, so there is nobody to wait for.
+    """
 
     pass_id: int
     component: str
     since: float = 0.0
+    alone: bool = False
 
 
 @attrs.frozen
@@ -72,7 +76,7 @@ class SharedWalks:
 
     def next_walk(self, waiting: Sequence[WaitingPass], returns: Returns, now: float) -> WalkChoice:
         oldest, chosen = waiting[0], _for_oldest(waiting)
-        if len(chosen) < self.max_passes:
+        if len(chosen) < self.max_passes and not oldest.alone:
             until = max(oldest.since + self.window_s, returns.expected_until(oldest.component) or now)
             if now < until:
                 return WalkChoice(again_at=until)

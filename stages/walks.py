@@ -91,6 +91,7 @@ class _Pass:
     component: str
     maker: int | None
     since: float
+    alone: bool
     position: int = 0
     visited: list[int] = attrs.field(factory=list)
     wanted: int | None = None
@@ -146,14 +147,17 @@ class WalkPlanner:
 
     # What the passes did
 
-    def join(self, pass_id: int, component: str, *, maker: int | None = None, now: float = 0.0) -> None:
-        """A pass begins and waits for a walk. ``maker``: what it has in common with the request's other passes.
+    def join(
+        self, pass_id: int, component: str, *, maker: int | None = None, alone: bool = False, now: float = 0.0
+    ) -> None:
+        """A pass begins and waits for a walk. ``maker``: what it has in common with the request's other passes;
+        ``alone``: see `WaitingPass`.
 
         :raises KeyError: if there is no such component.
         """
         if component not in self._orders:
             raise KeyError(component)
-        self._waiting[pass_id] = _Pass(component, maker, now)
+        self._waiting[pass_id] = _Pass(component, maker, now, alone)
         if maker is not None:
             self._returns.began(maker, component, now)
 
@@ -264,7 +268,9 @@ class WalkPlanner:
             self._num_joined += 1
 
     def _waiting_passes(self) -> list[WaitingPass]:
-        return [WaitingPass(pass_id, state.component, state.since) for pass_id, state in self._waiting.items()]
+        return [
+            WaitingPass(pass_id, state.component, state.since, state.alone) for pass_id, state in self._waiting.items()
+        ]
 
     def _fetches(self) -> Iterator[Fetch]:
         desired = self._desired()

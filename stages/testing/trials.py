@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import attrs
@@ -21,6 +22,8 @@ OpenTransferFor = Callable[[ToyBlocks], OpenTransfer]
 MAX_BLOCKS = 9
 MAX_WINDOW = 4
 NUM_PASSES = 3
+#: Long enough for others to come and go, and for the loop to act on it.
+DAWDLE_S = 0.0005
 
 
 class TrialError(StreamflowError, RuntimeError):
@@ -30,7 +33,7 @@ class TrialError(StreamflowError, RuntimeError):
 @attrs.frozen(eq=False)
 class Trial:
     """``components``: the blocks of each, by name. ``passes``: for each place its passes, each a list of blocks of one
-    component. ``walk_source``: who walks together.
+    component. ``walk_source``: who walks together. ``slow_place``: one that dawdles in each block (None: none does).
     """
 
     seed: int
@@ -38,6 +41,7 @@ class Trial:
     components: Mapping[str, tuple[int, ...]]
     residents: tuple[int, ...]
     walk_source: WalkSource
+    slow_place: int | None
     options: EngineOptions
     passes: tuple[tuple[tuple[int, ...], ...], ...]
 
@@ -79,7 +83,8 @@ def draw_trial(seed: int) -> Trial:
     source: WalkSource = SharedWalks(draw.randint(1, num_places), draw.choice((0.0, 0.001)))
     if len(components) == 1 and draw.random() < 0.5:
         source = ImmediateWalks(min_passes=num_places)
-    return Trial(seed, toy_blocks(sizes, seed), components, tuple(residents), source, options, passes)
+    slow_place = draw.randrange(num_places) if num_places > 1 and draw.random() < 0.5 else None
+    return Trial(seed, toy_blocks(sizes, seed), components, tuple(residents), source, slow_place, options, passes)
 
 
 def _draw_components(draw: random.Random, num_blocks: int) -> dict[str, tuple[int, ...]]:
@@ -124,6 +129,7 @@ async def run_trial(trial: Trial, open_transfer: OpenTransferFor) -> EngineStati
         walk_source=trial.walk_source,
         components=trial.components,
     ) as walker:
+        walker.inside = lambda place, block: time.sleep(DAWDLE_S if place == trial.slow_place else 0.0)
         await walker.run(*trial.passes)
         statistics = walker.engine.statistics()
     _check(trial, statistics)

@@ -142,16 +142,16 @@ class StreamedComponent:
             loan.wait_over()
 
     def _pass_in(self, place: Place, work: Callable[[], Any], whole: bool) -> Any:
-        with self._gate.forward(place.mailbox.check):
-            return self._pass_through(place, work, whole)
+        with self._gate.forward(place.mailbox.check) as alone:
+            return self._pass_through(place, work, whole, alone)
 
-    def _pass_through(self, place: Place, work: Callable[[], Any], whole: bool) -> Any:
+    def _pass_through(self, place: Place, work: Callable[[], Any], whole: bool, alone: bool) -> Any:
         # The state is set and reset by plain assignments, first thing inside try and finally: no exception of a signal
         # handler comes in between, so none leaves the thread with a pass or a block that it is not in.
         begun: Pass | None = None
         completed = False
         try:
-            self._state.current = begun = self._engine.begin_pass(place, self._name)
+            self._state.current = begun = self._engine.begin_pass(place, self._name, alone=alone)
             result = work()
             completed = whole
             return result

@@ -141,7 +141,7 @@ class Offload:
         caller = self._device.caller_stream()
 
         def work() -> Any:
-            self._check_open()  # again: the request has waited
+            self._check_sound()  # the request has waited
             return check_result(call.func, call())
 
         return Request(work, lambda place: self._component.request_in(place, caller))
@@ -177,10 +177,13 @@ class Offload:
     def _check_open(self) -> None:
         if os.getpid() != self._opened_by:
             raise ForkedOffloadError(self._opened_by, os.getpid())
-        if self._engine.failure is not None:
-            raise EngineBrokenError(self._engine.failure) from self._engine.failure
+        self._check_sound()
         if self._phase != "ready":
             raise EngineClosedError
+
+    def _check_sound(self) -> None:
+        if self._engine.failure is not None:
+            raise EngineBrokenError(self._engine.failure) from self._engine.failure
 
     async def drain(self) -> None:
         """Admit nobody; serve or stop the requests that run and wait, as ``close_mode`` says; return when all have

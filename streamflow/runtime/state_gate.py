@@ -40,19 +40,18 @@ class StateGate:
         return not self.stateful and self._num_watched >= NUM_WATCHED
 
     @contextmanager
-    def forward(self, check: Callable[[], object]) -> Iterator[None]:
-        """A forward, in the thread of its request; first it waits for its turn. ``check`` raises if it must not wait.
-
-        The turn lasts until `leave`.
+    def forward(self, check: Callable[[], object]) -> Iterator[bool]:
+        """A forward, in the thread of its request; first it waits for its turn, which lasts until `leave`. ``check``
+        raises if it must not wait any more. Gives whether nobody else may be in the model meanwhile.
         """
         if self.is_open:
-            yield
+            yield False
             return
         while not self._take():
             check()
             time.sleep(_POLL_S)
         before = Snapshot(self._model, self._ignored) if self._num_watched < NUM_WATCHED else None
-        yield
+        yield True
         if before is not None:
             self._judge(before)
 
@@ -64,9 +63,9 @@ class StateGate:
             return self.is_open or self._holder == me
 
     def _judge(self, before: Snapshot) -> None:
-        self._num_watched += 1
-        if self._num_watched == NUM_WATCHED:
+        if self._num_watched + 1 == NUM_WATCHED:
             self.stateful = tuple(before.changed(Snapshot(self._model, self._ignored)))
+        self._num_watched += 1  # last: others look at both
 
     def leave(self) -> None:
         """The calling thread's request is over. Idempotent."""

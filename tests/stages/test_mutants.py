@@ -140,6 +140,26 @@ def slots_are_taken_and_generations_not_checked(patch: pytest.MonkeyPatch) -> No
     patch.setattr(Slot, "check", lambda self, block, generation: None)
 
 
+def a_slot_is_free_when_the_first_pass_left(patch: pytest.MonkeyPatch) -> None:
+    def left(self: WalkPlanner, pass_id: int, block: int, passed_by: Sequence[int] = ()) -> None:
+        original(self, pass_id, block, passed_by)
+        index = self.slot_of(block)
+        if index is not None:
+            self._slots[index].claims.clear()
+
+    original = WalkPlanner.left
+    patch.setattr(WalkPlanner, "left", left)
+
+
+def refill_waits_for_the_last_user_only(patch: pytest.MonkeyPatch) -> None:
+    def note_use(self: Engine, block: int, event: Event) -> None:
+        index = self._planner.slot_of(block)
+        if index is not None:
+            self._window[index].busy_until[1:] = [event]
+
+    patch.setattr(Engine, "_note_use", note_use)
+
+
 def closing_does_not_drain(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(opening._Parts, "drain", lambda self: None)
 
@@ -159,6 +179,8 @@ MUTANTS = [
     Mutant("a staged fetch ends after its last chunk", staged_fetch_ends_before_its_last_chunk, open_staged),
     Mutant("claims keep slots", slots_are_taken_from_under_passes, open_direct, PREMATURE),
     Mutant("claims and generations keep slots", slots_are_taken_and_generations_not_checked, open_direct, PREMATURE),
+    Mutant("every pass of a walk keeps its slot", a_slot_is_free_when_the_first_pass_left, open_direct, PREMATURE),
+    Mutant("a refill waits for every pass's work", refill_waits_for_the_last_user_only, open_direct),
     Mutant("closing drains", closing_does_not_drain, open_direct, (SimLeftoverError,)),
 ]
 
