@@ -88,9 +88,9 @@ async def test_compute(path: Path) -> None:
     await run_model(path, compute_s=0.03, transfer_s=0.01, options={"resident_blocks": 2})
     report = report_on(path)
     assert report.bound_by == "compute"
-    assert report.sum_of("seconds") == pytest.approx(report.sum_of("best_s"), rel=0.1)
+    assert report.sum_of("seconds") == pytest.approx(report.sum_of("best_s"), rel=0.2)
     assert report.sum_of("overlap_s") > 0.7 * report.sum_of("link_busy_s")
-    assert "fewer would cost no time" in first_advice(path, report)
+    assert "fewer would cost no time" in advise(report, read_trace(path)["streamflow"])[-1].text
 
 
 def test_a_slow_rank() -> None:
