@@ -283,8 +283,7 @@ def step(*, folder: Path | None, as_json: bool, **options: Any) -> None:
     On CUDA the full size (23.7 GB of random bfloat16); on the CPU a small one in float32. A checkpoint, and a store,
     take as much on disk each.
     """
-    with tempfile.TemporaryDirectory(prefix="streamflow-bench-", dir=folder) as made:
-        with shown_progress():
+    with tempfile.TemporaryDirectory(prefix="streamflow-bench-", dir=folder) as made, shown_progress():
         report = anyio.run(measure, _options(folder=Path(made), **options))
     if as_json:
         print_json(report)
