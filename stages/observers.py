@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import anyio
@@ -19,12 +19,13 @@ class Broadcast:
 
     def __init__(self) -> None:
         self._subscriptions: list[MemoryObjectSendStream[ObservedEvent]] = []
+        self._listeners: tuple[Callable[[ObservedEvent], None], ...] = ()
         self._num_dropped = 0
 
     @property
     def is_observed(self) -> bool:
         """Whether anybody listens: publishers may skip making events when nobody does."""
-        return bool(self._subscriptions)
+        return bool(self._subscriptions or self._listeners)
 
     @property
     def num_dropped(self) -> int:
@@ -33,6 +34,8 @@ class Broadcast:
 
     def publish(self, event: ObservedEvent) -> None:
         """Hand ``event`` to each observer that has room; for the others it is counted as dropped."""
+        for listener in self._listeners:
+            listener(event)
         for send in self._subscriptions:
             try:
                 send.send_nowait(event)
@@ -51,6 +54,10 @@ class Broadcast:
                 self._subscriptions.remove(send)
             send.close()
             receive.close()
+
+    def listen(self, listener: Callable[[ObservedEvent], None]) -> None:
+        """Call ``listener`` with every event from here on, at once, on the loop: it must neither fail nor take long."""
+        self._listeners += (listener,)
 
     def close(self) -> None:
         """End every channel. Idempotent."""

@@ -15,6 +15,7 @@ from streamflow.stages.engine import Engine, Resident
 from streamflow.stages.errors import DeviceStreamError
 from streamflow.stages.images import BlockImage
 from streamflow.stages.places import Place
+from streamflow.stages.progress import tracked
 from streamflow.stages.slots import Window
 from streamflow.stages.threads import ThreadCrew, open_tasks
 from streamflow.stages.transfers.base import Transfer
@@ -79,7 +80,7 @@ async def open_engine(
         parts.window = window = await crew.call(
             lambda: Window(device, num_slots, slot_bytes, poison=options.poison_freed_slots), undo=Window.close
         )
-        for block in residents:
+        for block in tracked("loading resident blocks", residents):
             await parts.load_resident(block, images[block], transfer)
         await parts.wait_for_residents(crew)
         parts.places = [_open_place(device, crew, index, options) for index in range(options.num_places)]

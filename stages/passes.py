@@ -53,6 +53,8 @@ class Pass:
     def begin(self) -> None:
         """Wait for a walk from now on."""
         self._place.mailbox.begin(self.pass_id)
+        if self._place.watch is not None:
+            self._place.watch.pass_begun(self.pass_id)
         maker = threading.get_ident()
         self._ring(PassStarted(self.pass_id, self._component, maker, self._place.request_id, self._alone))
 
@@ -66,9 +68,11 @@ class Pass:
         self._place.mailbox.check()
         if self._inside is not None:
             raise NestedBlockError(block, self._inside)
-        self._wait_for(self._event_of(block))
+        self._wait_for(self._event_of(block), block)
         self._inside = block
         self._place.stream.begin_block()
+        if self._place.watch is not None:
+            self._place.watch.entered(self.pass_id, block)
 
     def _event_of(self, block: int) -> Event:
         resident = self._residents.get(block)
@@ -87,19 +91,25 @@ class Pass:
             taken = mailbox.wait(block)
             self._place.waits.mailbox_s += time.perf_counter() - started
             self._place.waits.num_mailbox_waits += 1
+            if self._place.watch is not None:
+                self._place.watch.waited("mailbox", block, started)
         ready, self._passed_by = taken
         return ready
 
-    def _wait_for(self, event: Event) -> None:
+    def _wait_for(self, event: Event, block: int) -> None:
         started = time.perf_counter()
         try:
             self._place.stream.wait(event)
         except DeviceStreamError as failure:
             raise self._broken_by(failure) from failure.cause
         self._place.waits.event_s += time.perf_counter() - started
+        if self._place.watch is not None:
+            self._place.watch.waited("event", block, started)
 
     def leave(self, block: int) -> None:
         """The thread has issued the block's work, or failed to."""
+        if self._place.watch is not None:
+            self._place.watch.left(self.pass_id, block)
         self._place.stream.end_block()
         self._inside = None
         event = self._place.stream.record()
@@ -131,6 +141,8 @@ class Pass:
             self._place.stream.end_block()
             self._inside = None
         self._ring(PassEnded(self.pass_id, completed, self._place.stream.record()))
+        if self._place.watch is not None:
+            self._place.watch.pass_ended(self.pass_id)
         self._ended = True  # last: rather told twice than never
 
     def count_hooks(self, cpu_s: float) -> None:

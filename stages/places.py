@@ -10,6 +10,7 @@ import attrs
 from streamflow.stages.devices.base import Event, Stream
 from streamflow.stages.mailbox import Mailbox
 from streamflow.stages.threads import WorkerThread
+from streamflow.stages.timing import PlaceWatch
 
 
 @attrs.define
@@ -37,6 +38,7 @@ class Place:
     """A worker thread, a compute stream and a mailbox. One request at a time occupies it, ``request_id`` if it has one.
 
     A request that brings its own thread (a direct call of the model) uses the stream and the mailbox from there.
+    ``watch`` is told what happens here; None: nobody wants to know.
     """
 
     def __init__(self, index: int, stream: Stream, thread: WorkerThread, run_ahead_blocks: int) -> None:
@@ -46,6 +48,7 @@ class Place:
         self.mailbox = Mailbox()
         self.waits = WaitTimes()
         self.request_id: str | None = None
+        self.watch: PlaceWatch | None = None
         self._run_ahead_blocks = run_ahead_blocks
         self._issued: deque[Event] = deque()
 
@@ -65,6 +68,8 @@ class Place:
             earlier = self._issued.popleft()
         earlier.wait()
         self.waits.run_ahead_s += time.perf_counter() - started
+        if self.watch is not None:
+            self.watch.waited("run_ahead", None, started)
 
     def settle(self) -> None:
         """Wait, in a thread, until the device has done all that this place issued."""

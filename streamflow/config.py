@@ -26,6 +26,8 @@ CloseMode = Literal["cut", "drain"]
 ALL = "all"
 #: Options that are on or off.
 BOOLEANS = ("pin_host_memory", "remap_after_publish", "poison_freed_slots")
+#: Events of a trace that are kept where nothing else was said.
+DEFAULT_TRACE_EVENTS = 100_000
 #: Metadata of an option that is a group of options: its class, which a mapping may describe.
 GROUP = "group"
 #: More places than this would leave too few of the 32 streams that torch has for a device to copies and to others.
@@ -88,6 +90,10 @@ class OffloadConfig:
             ``"drain"`` serves them first.
         close_deadline_s: how long ``"drain"`` may take before it cuts, in seconds. The default leaves five of the
             thirty seconds that container managers usually grant.
+        trace_path: where to write a trace of what the engine did, on closing and on a failure; a name that ends with
+            ``.gz`` compresses it. None: no file, and no trace unless ``trace_events`` asks for one.
+        trace_events: how many events are kept, the newest, each about 400 bytes of host memory; a walk takes about ten
+            for each block. None: 100,000 if there is a ``trace_path``, else none, which costs nothing.
         poison_freed_slots: fill a slot before it is refilled; for tests.
 
     :raises ConfigurationError: if an option or a combination is not usable; it lists every problem.
@@ -118,6 +124,8 @@ class OffloadConfig:
     admission_window_s: float = 0.0
     close_mode: CloseMode = "cut"
     close_deadline_s: float = 25.0
+    trace_path: str | os.PathLike[str] | None = None
+    trace_events: int | None = None
     poison_freed_slots: bool = False
 
     def __attrs_post_init__(self) -> None:
@@ -154,6 +162,8 @@ class OffloadConfig:
         values = {field.name: getattr(self, field.name) for field in attrs.fields(type(self))}
         values["device"] = str(self.torch_device())
         values["packing_threads"] = self.effective_packing_threads
+        values["trace_path"] = None if self.trace_path is None else os.fspath(self.trace_path)
+        values["trace_events"] = self.effective_trace_events
         if self.run_ahead_blocks is None:
             values["run_ahead_blocks"] = 2 * self.window_blocks + 2
         values["max_passes_per_walk"] = self.effective_passes_per_walk
@@ -170,6 +180,13 @@ class OffloadConfig:
     def effective_passes_per_walk(self) -> int:
         """``max_passes_per_walk`` with its default filled in."""
         return self.max_running_requests if self.max_passes_per_walk is None else self.max_passes_per_walk
+
+    @property
+    def effective_trace_events(self) -> int | None:
+        """``trace_events`` with its default filled in; None: no trace."""
+        if self.trace_events is None and self.trace_path is not None:
+            return DEFAULT_TRACE_EVENTS
+        return self.trace_events
 
     def torch_device(self) -> torch.device:
         """``device`` with its default filled in."""
@@ -197,6 +214,8 @@ def _problems(config: OffloadConfig) -> list[str]:
         _not_an_int("staging_chunk_bytes", config.staging_chunk_bytes, minimum=256),
         _not_an_int("packing_threads", config.packing_threads, minimum=1, optional=True),
         _not_an_int("run_ahead_blocks", config.run_ahead_blocks, minimum=1, optional=True),
+        _not_an_int("trace_events", config.trace_events, minimum=1, optional=True),
+        _not_a_path("trace_path", config.trace_path),
         _not_an_int("resident_bytes", config.resident_bytes, minimum=0, optional=True),
         _not_an_int("host_registration_limit_bytes", config.host_registration_limit_bytes, minimum=0, optional=True),
         _not_an_int("registration_piece_bytes", config.registration_piece_bytes, minimum=mmap.PAGESIZE),
@@ -268,6 +287,11 @@ def _not_one_of(name: str, value: Any, allowed: tuple[str, ...]) -> str | None:
 
 def _not_a_bool(name: str, value: Any) -> str | None:
     return None if isinstance(value, bool) else f"{name} must be True or False, not {value!r}"
+
+
+def _not_a_path(name: str, value: Any) -> str | None:
+    is_path = value is None or (isinstance(value, str | os.PathLike) and isinstance(os.fspath(value), str))
+    return None if is_path and value != "" else f"{name} must be a path or None, not {value!r}"
 
 
 def _not_a_plan(value: Any) -> str | None:

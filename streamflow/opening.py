@@ -35,6 +35,8 @@ from streamflow.stages.transfers.staged import open_staged
 from streamflow.stages.walk_sources import SharedWalks
 from streamflow.store.reports import StoreReport
 from streamflow.support import check_model, check_not_compiled_whole
+from streamflow.trace.engine import EngineTrace
+from streamflow.trace.tracing import Tracing, open_tracing
 from streamflow.transfer_choice import SourceCandidate, TransferChoice, choose, why_not_page_locked
 from streamflow.weights.source import ModuleSource, WeightSource
 
@@ -104,12 +106,12 @@ async def open_with_source(
     residents = _residents(inventory, config)
     poison = Poison(backend.torch_device)
     bound = tuple(BoundBlock(tensors, poison) for tensors in inventory.blocks)
-    async with open_threads() as crew, _opened(backend, crew):
+    async with open_threads() as crew, _opened(backend, crew), open_tracing(config, backend, crew) as tracing:
         source = make_source(inventory, bound, backend)
         offload = None
         try:
             async with _open_attached(
-                model, inventory, bound, residents, source, backend, crew, config, report
+                model, inventory, bound, residents, source, backend, crew, config, report, tracing
             ) as offload:
                 yield offload
         finally:
@@ -140,12 +142,14 @@ async def _open_attached(
     crew: ThreadCrew,
     config: OffloadConfig,
     report: StoreReport | None,
+    tracing: Tracing,
 ) -> AsyncIterator[Offload]:
     name = type(model).__name__
     async with attach(model, name, inventory, bound, source, device, crew) as attachment:
         choice = _choose(config, device, source)
+        trace = tracing.engine({name: source.images})
         opened = open_engine(
-            device=device,
+            device=trace.device(device),
             crew=crew,
             components={name: source.images},
             residents=residents,
@@ -155,11 +159,12 @@ async def _open_attached(
                 run_ahead_blocks=config.run_ahead_blocks,
                 poison_freed_slots=config.poison_freed_slots,
             ),
-            open_transfer=_transfer_opener(choice, source, config),
+            open_transfer=trace.opener(_transfer_opener(choice, source, config, trace)),
             binder=attachment.binder,
             walk_source=SharedWalks(config.effective_passes_per_walk, config.admission_window_s),
         )
         async with opened as engine, _open_admission(engine, config) as admission:
+            trace.attach(engine)
             stateful = find_stateful(model, config.stateful_modules)
             streamed = frozenset(key for block in bound for key, _ in block.identities())
             gate = StateGate(model, stateful, streamed, watched=config.stateful_modules is None and not stateful)
@@ -177,6 +182,7 @@ async def _open_attached(
                 registration=source.registration,
                 sizes=_sizes(inventory, len(residents), attachment.fixed.nbytes, source),
                 store_report=report,
+                tracing=tracing,
             )
             try:
                 interceptions.install()
@@ -239,7 +245,7 @@ def _choose(config: OffloadConfig, device: Device, source: WeightSource) -> Tran
 
 
 def _transfer_opener(
-    choice: TransferChoice, source: WeightSource, config: OffloadConfig
+    choice: TransferChoice, source: WeightSource, config: OffloadConfig, trace: EngineTrace
 ) -> Callable[[Device, Stream, ThreadCrew], Any]:
     async def open_transfer(device: Device, stream: Stream, crew: ThreadCrew) -> Transfer:
         if choice.transfer == "direct":
@@ -251,6 +257,7 @@ def _transfer_opener(
             list(source.images.values()),
             num_threads=config.effective_packing_threads,
             chunk_bytes=config.staging_chunk_bytes,
+            on_packed=trace.packed_listener,
         )
 
     return open_transfer

@@ -131,6 +131,27 @@ BENCHMARKS = {
         "throughput",
         "Forwards per second against concurrency: streamed together and one by one, resident, in one run.",
     ),
+    "trace": Program(
+        "streamflow.tools.bench.trace_cost",
+        "trace",
+        "Cost of recording a trace: CPU time for each event, and a recorded walk over one that is not.",
+    ),
+}
+TRACES = {
+    "report": Program(
+        "streamflow.tools.trace.command", "report", "Say where the time of each walk went, and what would recover it."
+    ),
+    "plot": Program(
+        "streamflow.tools.trace.command", "plot", "Draw a trace: a page to zoom and search in, and a picture."
+    ),
+    "diff": Program(
+        "streamflow.tools.trace.command", "diff", "Say what changed from one trace to another, the most first."
+    ),
+    "merge": Program(
+        "streamflow.tools.trace.command",
+        "merge",
+        "Put a trace and torch.profiler's of one run onto one time axis.",
+    ),
 }
 
 
@@ -148,3 +169,8 @@ def store() -> None:
 @main.group(cls=ProgramGroup, programs=BENCHMARKS)
 def bench() -> None:
     """Measure streamflow on this machine."""
+
+
+@main.group(cls=ProgramGroup, programs=TRACES)
+def trace() -> None:
+    """Look into traces: see trace_path of OffloadConfig."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TextIO
@@ -16,11 +17,14 @@ from rich.progress import (
     DownloadColumn,
     MofNCompleteColumn,
     Progress,
+    TaskID,
     TextColumn,
     TimeElapsedColumn,
     TransferSpeedColumn,
 )
 from rich.table import Table
+
+from streamflow.stages.progress import progress_to
 
 #: Columns of text that goes to a file or a pipe, which tell no width.
 PLAIN_WIDTH = 140
@@ -52,6 +56,23 @@ def progress_bars() -> Progress:
         console=console,
         disable=not console.is_terminal,
     )
+
+
+@contextmanager
+def shown_progress() -> Iterator[Progress]:
+    """Bars as of `progress_bars`, and one more for each kind of long work that streamflow begins meanwhile."""
+    with progress_bars() as bars:
+        shown: dict[str, TaskID] = {}
+        lock = threading.Lock()
+
+        def show(what: str, done: int, total: int) -> None:
+            with lock:
+                if what not in shown:
+                    shown[what] = bars.add_task(what)
+            bars.update(shown[what], completed=done, total=total)
+
+        with progress_to(show):
+            yield bars
 
 
 def print_json(value: dict[str, Any]) -> None:

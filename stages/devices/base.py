@@ -105,7 +105,8 @@ class Registrar(Protocol):
 class MemoryReading:
     """Device memory in bytes: what streamflow allocated now and at most, and what the whole device has free.
 
-    ``cached`` is what the allocator holds without using it. None where the backend cannot tell.
+    ``cached`` is what the allocator holds without using it. ``num_retries``: how often it had to give that back to the
+    driver, which stalls the device, because an allocation failed. None where the backend cannot tell.
     """
 
     in_use: int
@@ -113,6 +114,7 @@ class MemoryReading:
     cached: int | None
     free: int | None
     total: int | None
+    num_retries: int | None = None
 
 
 class Device(Protocol):

@@ -191,7 +191,8 @@ class CudaDevice:
     def memory(self) -> MemoryReading:
         free, total = torch.cuda.mem_get_info(self.torch_device)
         cached = torch.cuda.memory_reserved(self.torch_device) - torch.cuda.memory_allocated(self.torch_device)
-        return MemoryReading(self._meter.in_use, self._meter.peak, cached, free, total)
+        num_retries = torch.cuda.memory_stats(self.torch_device).get("num_alloc_retries")
+        return MemoryReading(self._meter.in_use, self._meter.peak, cached, free, total, num_retries)
 
     def close(self) -> None:
         _STREAMS.give_back(self.torch_device, self._streams)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 from collections.abc import Mapping, Sequence
 
 import attrs
@@ -15,6 +16,7 @@ from streamflow.stages.images import BlockImage
 from streamflow.stages.registration.page_lock import PageLock
 from streamflow.stages.signals import LoopEvent
 from streamflow.stages.threads import ThreadCrew, WorkerThread, wait_through
+from streamflow.stages.timing import OnPacked
 from streamflow.stages.transfers.chunks import Chunk, largest_chunk, plan_chunks
 
 #: Buffers of each packing thread: one is copied while the next is packed.
@@ -33,11 +35,18 @@ class _Packing:
     """One image on its way: the packing threads share its chunks, and the last one to finish records the event."""
 
     def __init__(
-        self, image: BlockImage, chunks: Sequence[Chunk], slot: torch.Tensor, after: Sequence[Event], stream: Stream
+        self,
+        image: BlockImage,
+        chunks: Sequence[Chunk],
+        slot: torch.Tensor,
+        after: Sequence[Event],
+        stream: Stream,
+        on_packed: OnPacked | None,
     ) -> None:
         self._image, self._chunks, self._slot = image, chunks, slot
         self._after: Sequence[Event] | None = after
         self._stream = stream
+        self._on_packed = on_packed
         self._next_chunk = itertools.count()
         self._lock = threading.Lock()
         self._num_unfinished = 0
@@ -67,11 +76,15 @@ class _Packing:
             self._finish_one()
 
     def _pack(self, chunk: Chunk, buffer: _StagingBuffer) -> None:
+        taken_up = time.perf_counter()
         if buffer.reader is not None and not buffer.reader.is_done():  # each wait gives the interpreter away
             buffer.reader.wait()
+        began = time.perf_counter()
         base = buffer.memory.data_ptr()
         for part in chunk.parts:
             self._image.pieces[part.piece].read_into(base + part.chunk_offset, part.start, part.nbytes)
+        if self._on_packed is not None:
+            self._on_packed(self._image.name, chunk.nbytes, taken_up, began, time.perf_counter())
         target = self._slot[chunk.image_offset : chunk.image_offset + chunk.nbytes]
         self._wait_for_slot()
         self._stream.copy(target, buffer.memory[: chunk.nbytes])
@@ -137,18 +150,20 @@ class StagedTransfer:
         chunks: Mapping[str, Sequence[Chunk]],
         threads: Sequence[_PackingThread],
         memory: _LockedMemory,
+        on_packed: OnPacked | None,
     ) -> None:
         self._stream = stream
         self._chunks = chunks
         self._threads = threads
         self._memory = memory
+        self._on_packed = on_packed
 
     @property
     def staging_bytes(self) -> int:
         return self._memory.memory.numel()
 
     def fetch(self, image: BlockImage, slot: torch.Tensor, after: Sequence[Event]) -> _Packing:
-        packing = _Packing(image, self._chunks[image.name], slot, after, self._stream)
+        packing = _Packing(image, self._chunks[image.name], slot, after, self._stream, self._on_packed)
         packing.begin(self._threads)
         return packing
 
@@ -178,10 +193,12 @@ async def open_staged(
     *,
     num_threads: int,
     chunk_bytes: int,
+    on_packed: OnPacked | None = None,
 ) -> StagedTransfer:
     """A staged transfer for ``images`` with ``num_threads`` threads of ``crew``, which copies on ``stream``.
 
-    It holds two chunks of page-locked host memory for each thread, until it is closed.
+    It holds two chunks of page-locked host memory for each thread, until it is closed. ``on_packed`` is told of every
+    chunk (None: nobody is).
 
     :raises HostRegistrationError: if they cannot be page-locked; nothing is held then.
     """
@@ -197,4 +214,4 @@ async def open_staged(
         _PackingThread(crew.start(f"streamflow packing {i}"), buffers[i::num_threads]) for i in range(num_threads)
     ]
     chunks = {image.name: plan_chunks(image.pieces, chunk_bytes) for image in images}
-    return StagedTransfer(stream, chunks, threads, locked)
+    return StagedTransfer(stream, chunks, threads, locked, on_packed)

@@ -10,6 +10,7 @@ from streamflow.binding.inventory import OwnedTensor, region_bytes
 from streamflow.stages.devices.base import Device
 from streamflow.stages.images import view_of
 from streamflow.stages.layout import ImageLayout, Region, plan_layout
+from streamflow.stages.progress import tracked
 
 #: Fills a region of the device image, given as a flat uint8 slice.
 Fill = Callable[[ImageLayout, Region, torch.Tensor], None]
@@ -46,7 +47,7 @@ class FixedTensors:
         with torch.inference_mode(False), torch.no_grad():
             self._buffer = self._device.allocate(self.layout.nbytes)
             self._views = [view_of(self._buffer, view) for view in self.layout.views]
-            for region in self.layout.regions:
+            for region in tracked("loading tensors outside blocks", self.layout.regions):
                 fill(self.layout, region, self._buffer[region.offset_bytes : region.offset_bytes + region.nbytes])
 
     def show_device(self) -> None:

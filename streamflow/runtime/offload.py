@@ -29,7 +29,9 @@ from streamflow.stages.engine import Engine
 from streamflow.stages.errors import EngineBrokenError, EngineClosedError
 from streamflow.stages.events import ObservedEvent
 from streamflow.stages.observers import DEFAULT_CAPACITY
+from streamflow.stages.threads import open_threads
 from streamflow.store.reports import StoreReport
+from streamflow.trace.tracing import Tracing
 from streamflow.transfer_choice import TransferChoice
 from streamflow.weights.registering import RegistrationReport
 
@@ -71,6 +73,7 @@ class Offload:
         registration: RegistrationReport,
         sizes: ModelSizes,
         store_report: StoreReport | None,
+        tracing: Tracing,
     ) -> None:
         self.config = config
         self._device = device
@@ -85,7 +88,9 @@ class Offload:
         self._outcomes = OutcomeCounter()
         self._numbers = itertools.count(1)
         self._opened_by = os.getpid()
+        self._tracing = tracing
         self._phase: State = "ready"
+        tracing.describe(transfer=attrs.asdict(choice), sizes=attrs.asdict(sizes))
 
     @property
     def state(self) -> State:
@@ -173,6 +178,18 @@ class Offload:
         (``statistics().engine.num_dropped_events`` counts them).
         """
         return self._engine.broadcast.subscribe(capacity)
+
+    async def write_trace(self, path: str | os.PathLike[str]) -> None:
+        """Write the trace of what happened up to now to ``path`` (compressed where its name ends with ``.gz``).
+
+        From any loop, also after closing. Spans that are under way are left out. A cancelled call writes it all the
+        same. See docs/trace-schema.md for what is in it, and ``streamflow trace`` for what reads it.
+
+        :raises TraceOffError: if neither ``trace_path`` nor ``trace_events`` was given.
+        :raises TraceWriteError: if the file cannot be written; one that was there is still there then.
+        """
+        async with open_threads() as crew:
+            await crew.call_through(lambda: self._tracing.write(path))
 
     def _check_open(self) -> None:
         if os.getpid() != self._opened_by:

@@ -16,6 +16,7 @@ from streamflow.host_limits import available_host_bytes
 from streamflow.stages.devices.base import Device
 from streamflow.stages.host_memory import allocate_host
 from streamflow.stages.images import BlockImage, MemoryPiece, memory_image, view_of
+from streamflow.stages.progress import progress
 from streamflow.stages.registration.page_lock import PageLock
 from streamflow.stages.threads import ThreadCrew
 
@@ -72,6 +73,7 @@ class PinnedImages:
                     return
                 try:
                     self._pack_block(index)
+                    progress("page-locking blocks", len(self._images), len(self._blocks))
                 except Exception as failure:
                     failures.append(failure)
 

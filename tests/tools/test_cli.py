@@ -12,9 +12,9 @@ from click.testing import CliRunner
 
 import streamflow
 from streamflow.stages.errors import StreamflowError
-from streamflow.tools.cli import BENCHMARKS, PROGRAMS, Program, ProgramGroup, main
+from streamflow.tools.cli import BENCHMARKS, PROGRAMS, TRACES, Program, ProgramGroup, main
 
-EVERY_PROGRAM = [*PROGRAMS.items(), *BENCHMARKS.items()]
+EVERY_PROGRAM = [*PROGRAMS.items(), *BENCHMARKS.items(), *TRACES.items()]
 
 # Stands in for the package's own __init__, which is none of the command's business.
 WITHOUT_THE_LIBRARY = """

@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from streamflow.stages.progress import progress, tracked
 from streamflow.tools.terminal import (
     PLAIN_WIDTH,
     fact_table,
@@ -17,6 +18,7 @@ from streamflow.tools.terminal import (
     progress_bars,
     progress_console,
     result_console,
+    shown_progress,
 )
 
 
@@ -70,3 +72,23 @@ def test_tables_fit_a_pipe(capsys: pytest.CaptureFixture[str]) -> None:
     out = capsys.readouterr().out
     assert (out.count("x"), out.count("y")) == (200, 200)
     assert max(map(len, out.splitlines())) <= PLAIN_WIDTH
+
+
+def test_long_work_shows_a_bar_on_a_terminal_and_nothing_in_a_pipe(capsys: pytest.CaptureFixture[str]) -> None:
+    with shown_progress() as bars:
+        assert list(tracked("loading blocks", [1, 2, 3])) == [1, 2, 3]
+        (bar,) = bars.tasks
+        assert (bar.description, bar.completed, bar.total) == ("loading blocks", 3, 3)
+    assert capsys.readouterr() == ("", "")
+    progress("loading blocks", 1, 3)  # nobody listens any more
+    assert bar.completed == 3
+
+
+def test_a_terminal_shows_it(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    with shown_progress():
+        progress("loading blocks", 2, 3)
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "loading blocks" in err
+    assert "2/3" in err

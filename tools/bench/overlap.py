@@ -9,6 +9,7 @@ import itertools
 import json
 import statistics
 import time
+from collections.abc import Callable
 from typing import Any
 
 import anyio
@@ -19,6 +20,7 @@ import torch
 import streamflow
 from streamflow.stages.devices.cpu import CpuDevice
 from streamflow.tools.bench.sleeping import SleepingModel
+from streamflow.tools.terminal import shown_progress
 
 #: What is aimed at, as the walk's time over the larger of transfer and compute.
 AIMS = {1.0: 1.10, 3.0: 1.05}
@@ -77,16 +79,22 @@ async def measure_overlap(
     )
 
 
-async def measure_all() -> list[OverlapReading]:
-    """The readings that have an aim."""
-    return [await measure_overlap(ratio) for ratio in AIMS]
+async def measure_all(on_reading: Callable[[], None] = lambda: None) -> list[OverlapReading]:
+    """The readings that have an aim; ``on_reading`` is called after each."""
+    readings = []
+    for ratio in AIMS:
+        readings.append(await measure_overlap(ratio))
+        on_reading()
+    return readings
 
 
 @click.command("overlap")
 @click.option("--json", "as_json", is_flag=True, help="Print the readings as one JSON object.")
 def overlap(*, as_json: bool) -> None:
     """Overlap of transfer and compute, both modelled on the CPU: walk time over the larger of the two."""
-    readings = anyio.run(measure_all)
+    with shown_progress() as progress:
+        bar = progress.add_task("readings", total=len(AIMS))
+        readings = anyio.run(measure_all, lambda: progress.advance(bar))
     if as_json:
         report: dict[str, Any] = {"benchmark": "overlap", "readings": [attrs.asdict(reading) for reading in readings]}
         click.echo(json.dumps(report, indent=2))

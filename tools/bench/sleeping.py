@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -36,7 +37,8 @@ class SleepingModel(nn.Module):
         held = nullcontext() if unit is None else unit
         self.blocks = nn.ModuleList(SleepingBlock(nbytes, compute_s, held, seed) for seed in range(num_blocks))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
+    def forward(self, x: torch.Tensor, order: Iterable[int] | None = None) -> torch.Tensor:
+        """Run the blocks in ``order``; None: each once, in turn."""
+        for index in range(len(self.blocks)) if order is None else order:
+            x = self.blocks[index](x)
         return x

@@ -24,6 +24,7 @@ from torch import nn
 
 import streamflow
 from streamflow.opening import make_device
+from streamflow.stages.progress import tracked
 from streamflow.stages.threads import ThreadCrew, open_threads
 from streamflow.tools.bench.clock import timed_steps
 from streamflow.tools.bench.digests import digest_of
@@ -32,7 +33,7 @@ from streamflow.tools.bench.flux_shaped import SMALL, FluxShape, FluxShaped, ran
 from streamflow.tools.bench.peers import PeerReading, Standard, measure_peers
 from streamflow.tools.bench.rates import link_rate, pack_rate, pieces_of
 from streamflow.tools.bench.step_sources import SOURCES, StepSource
-from streamflow.tools.terminal import plain_table, print_json, result_console
+from streamflow.tools.terminal import plain_table, print_json, result_console, shown_progress
 
 NUM_TEXT_TOKENS = 512
 
@@ -188,7 +189,7 @@ async def _measure_size(
     await offload.run(run, lambda: model(*inputs))  # warm-up: kernels are chosen, the order is learned
     await anyio.to_thread.run_sync(run, lambda: resident(*inputs))
     before = offload.statistics().engine
-    for _ in range(options.num_rounds):
+    for _ in tracked("rounds", range(options.num_rounds)):
         seconds, expected = await anyio.to_thread.run_sync(run, lambda: resident(*inputs))
         resident_s += seconds
         seconds, found = await offload.run(run, lambda: model(*inputs))
@@ -282,7 +283,7 @@ def step(*, folder: Path | None, as_json: bool, **options: Any) -> None:
     On CUDA the full size (23.7 GB of random bfloat16); on the CPU a small one in float32. A checkpoint, and a store,
     take as much on disk each.
     """
-    with tempfile.TemporaryDirectory(prefix="streamflow-bench-", dir=folder) as made:
+    with tempfile.TemporaryDirectory(prefix="streamflow-bench-", dir=folder) as made, shown_progress():
         report = anyio.run(measure, _options(folder=Path(made), **options))
     if as_json:
         print_json(report)

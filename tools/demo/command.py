@@ -29,7 +29,7 @@ from streamflow.tools.demo.picture import draw_grid
 from streamflow.tools.demo.reading import Reading, read_digits
 from streamflow.tools.demo.report import DemoReport
 from streamflow.tools.demo.sampling import DEFAULT_NUM_STEPS
-from streamflow.tools.terminal import print_json, progress_bars, result_console
+from streamflow.tools.terminal import print_json, result_console, shown_progress
 
 PICTURE_NAME = "digits.png"
 EVENT_LOG_NAME = "events.jsonl"
@@ -106,7 +106,7 @@ def demo(
 async def _draw_both(
     model: DigitTransformer, options: DrawingOptions, config: OffloadConfig, event_log: Path
 ) -> tuple[Drawing, StreamedDrawing]:
-    with progress_bars() as progress:
+    with shown_progress() as progress:
         resident_bar, streamed_bar = (
             progress.add_task(name, total=options.num_steps, start=False) for name in ("resident", "streamed")
         )

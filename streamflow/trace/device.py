@@ -1,0 +1,140 @@
+"""A device whose copy streams and allocations are recorded; everything else is the device's own."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Protocol
+
+import torch
+
+from streamflow.stages.devices.base import Device, Event, MemoryReading, Registrar, Stream
+from streamflow.stages.threads import ThreadCrew
+from streamflow.stages.timing import DeviceClock, Mark
+from streamflow.trace.records import AllocationRecord
+
+#: A block and the number of its fetch (None: it stays on the device).
+Label = tuple[int | None, int | None]
+
+
+class CopySink(Protocol):
+    """Where the recorded streams of a device tell what they did."""
+
+    clock: DeviceClock
+
+    def label_at(self, address: int) -> Label:
+        """What is being brought to device address ``address``."""
+
+    def copied(self, stream: str, label: Label, nbytes: int, begin: Mark, end: Mark) -> None:
+        """Work was queued on ``stream``."""
+
+    def allocated(self, record: AllocationRecord) -> None:
+        """Device memory was allocated."""
+
+
+class TracedStream:
+    """A copy stream with marks around everything that it is given to do."""
+
+    def __init__(self, inner: Stream, sink: CopySink, fetching: Fetching) -> None:
+        self._inner, self._sink, self._fetching = inner, sink, fetching
+
+    @property
+    def name(self) -> str:
+        return self._inner.name
+
+    def wait(self, event: Event) -> None:
+        self._inner.wait(event)
+
+    def record(self, reuse: Event | None = None) -> Event:
+        return self._inner.record(reuse)
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        begin = self._sink.clock.mark(self._inner)
+        self._inner.copy(target, source)
+        end = self._sink.clock.mark(self._inner)
+        self._sink.copied(self.name, self._sink.label_at(target.data_ptr()), target.numel(), begin, end)
+
+    def submit(self, work: Callable[[], None], nbytes: int = 0) -> None:
+        begin = self._sink.clock.mark(self._inner)
+        self._inner.submit(work, nbytes)
+        end = self._sink.clock.mark(self._inner)
+        self._sink.copied(self.name, self._fetching.label, nbytes, begin, end)
+
+    def activate(self) -> AbstractContextManager[object]:
+        return self._inner.activate()
+
+    def begin_block(self) -> None:
+        self._inner.begin_block()
+
+    def end_block(self) -> None:
+        self._inner.end_block()
+
+
+class Fetching(threading.local):
+    """What the calling thread is beginning to fetch: work without an address is for that."""
+
+    label: Label = (None, None)
+
+    @contextmanager
+    def of(self, label: Label) -> Iterator[None]:
+        """Within it, the calling thread begins to fetch ``label``."""
+        self.label = label
+        try:
+            yield
+        finally:
+            self.label = (None, None)
+
+
+class TracedDevice:
+    """``inner``, telling ``sink`` about the copy streams that it opens from here on and about its allocations.
+
+    Opening and closing it opens and closes ``inner``.
+    """
+
+    def __init__(self, inner: Device, sink: CopySink, fetching: Fetching) -> None:
+        self._inner, self._sink, self._fetching = inner, sink, fetching
+
+    @property
+    def torch_device(self) -> torch.device:
+        return self._inner.torch_device
+
+    @property
+    def is_host(self) -> bool:
+        return self._inner.is_host
+
+    @property
+    def registrar(self) -> Registrar:
+        return self._inner.registrar
+
+    @property
+    def link(self) -> Hashable:
+        return self._inner.link
+
+    async def open(self, crew: ThreadCrew) -> None:
+        await self._inner.open(crew)
+
+    def open_copy_stream(self, name: str) -> Stream:
+        return TracedStream(self._inner.open_copy_stream(name), self._sink, self._fetching)
+
+    def open_compute_stream(self, name: str) -> Stream:
+        return self._inner.open_compute_stream(name)
+
+    def caller_stream(self) -> Stream:
+        return self._inner.caller_stream()
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        started = time.perf_counter()
+        buffer = self._inner.allocate(nbytes)
+        self._sink.allocated(AllocationRecord(nbytes, started, time.perf_counter()))
+        return buffer
+
+    def free(self, buffer: torch.Tensor) -> None:
+        self._inner.free(buffer)
+
+    def memory(self) -> MemoryReading:
+        return self._inner.memory()
+
+    def close(self) -> None:
+        self._inner.close()

@@ -1,0 +1,1 @@
+"""``streamflow trace``: reading traces, saying what they tell, drawing and comparing them."""
