@@ -27,7 +27,7 @@ WITHOUT_TORCH = {
     "topology",
 }
 ALLOWED = (
-    {"attrs", "streamflow.stages.errors", "streamflow.stages.layout", "streamflow.stages.dtypes"}
+    {"attrs", "streamflow.errors", "streamflow.stages.errors", "streamflow.stages.layout", "streamflow.stages.dtypes"}
     | {f"streamflow.weights.{name}" for name in WITHOUT_TORCH}
     | sys.stdlib_module_names
 )
