@@ -1,4 +1,4 @@
-"""A disk that is full or broken at any operation: a typed error, nothing left behind, and the next publication works."""
+"""A disk that is full or broken at any operation: a typed error, nothing left behind, and publishing works again."""
 
 from __future__ import annotations
 
