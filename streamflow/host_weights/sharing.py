@@ -142,7 +142,8 @@ async def _find_or_publish(
     lease = await store.lease(published.content_id)
     if lease is None:
         raise EntryMissingError(published.content_id, "it was evicted at once")
-    return ownership, StoreOutcome.PUBLISHED, lease
+    is_hit = identity is None and published.was_present  # somebody else published the same meanwhile
+    return ownership, StoreOutcome.LOCAL_HIT if is_hit else StoreOutcome.PUBLISHED, lease
 
 
 async def _lease_if_sound(store: HostWeightStore, content_id: str, *, is_required: bool) -> Lease | None:

@@ -42,7 +42,7 @@ class Mutant:
 
 
 def compute_does_not_wait_for_the_copy(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Pass, "_wait_for", lambda self, event: None)
+    patch.setattr(Pass, "_wait_for", lambda self, event, block: None)
 
 
 def refill_does_not_wait_for_the_users(patch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +44,7 @@ EVERY_OPTION: dict[str, Any] = {
     "store_mode": "disabled",
     "remap_after_publish": False,
     "store": StoreOptions(publication_wait_s=5.0),
-    "trace_path": "trace.json",
+    "trace_path": os.path.join(tempfile.gettempdir(), "streamflow-test-trace.json"),
     "trace_events": 1000,
     "poison_freed_slots": True,
     "max_running_requests": 3,
