@@ -91,7 +91,7 @@ class Effort:
 
 async def measure_case(
     subject: Subject, offload: streamflow.Offload, case: Case, effort: Effort, expected: dict[str, str]
-) -> list[Rate]:
+) -> AsyncIterator[Rate]:
     """The case in every mode; ``expected`` gathers the digests of the resident model's outputs, made one by one."""
     one_lane = (tuple(generation for lane in case.lanes for generation in lane),)
     keep = partial(stay_resident, subject.resident, device=subject.torch_device)
@@ -102,11 +102,8 @@ async def measure_case(
     ]
     if case.concurrency > 1:
         modes += [("resident, threads", keep, case.lanes), ("streamed, together", flow, case.lanes)]
-    rates = []
     for mode, run, lanes in modes:
-        with torch.no_grad():
-            rates.append(await _measure(subject, offload, case, mode, run, lanes, effort, expected))
-    return rates
+        yield await _measure(subject, offload, case, mode, run, lanes, effort, expected)
 
 
 async def _measure(
@@ -231,7 +228,7 @@ async def measure(opened: Opened, effort: Effort, tell: Callable[[Rate], object]
         streamflow.open_offload(subject.model, subject.config, device=subject.device) as offload,
     ):
         for case in cases:
-            for rate in await measure_case(subject, offload, case, effort, expected):
+            async for rate in measure_case(subject, offload, case, effort, expected):
                 rates.append(rate)
                 if tell is not None:
                     tell(rate)
