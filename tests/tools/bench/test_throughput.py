@@ -70,8 +70,9 @@ def test_a_lane_ends_after_its_forwards_and_a_wrong_output_is_told() -> None:
     assert lane.num_forwards == 8
 
 
+@pytest.mark.slow
 def test_the_flux_shaped_case_of_mixed_sizes_runs_through() -> None:
-    opened = open_flux_shaped((2,), 64, (64, 96), "cpu")
+    opened = open_flux_shaped((1,), 64, (64, 80), "cpu")
     report = anyio.run(measure, opened, Effort(forwards_per_lane=2, limit_s=60.0))
-    assert [rate["problem"] for rate in report["rates"]] == [None] * 8
-    assert {rate["case"] for rate in report["rates"]} == {"2 x 64 px", "64 + 96 px"}
+    assert [rate["problem"] for rate in report["rates"]] == [None] * 6
+    assert {rate["case"] for rate in report["rates"]} == {"1 x 64 px", "64 + 80 px"}
