@@ -47,6 +47,7 @@ class _LoopThread:
         self._ended = False
         self._stopped = False
         self._cancel: Callable[[], object] | None = None
+        self._leave: Callable[[], object] | None = None
         # a context of its own: in the caller's, a loop may run
         run = contextvars.Context().run
         self._thread = threading.Thread(target=run, args=(self._run,), name="streamflow loop", daemon=True)
@@ -80,8 +81,11 @@ class _LoopThread:
     def stop(self) -> None:
         """Begin to close, also in the middle of opening. From any thread; returns at once. Idempotent."""
         self._stopped = True
-        if self._cancel is not None:
-            self._cancel()
+        end = (
+            self._leave or self._cancel
+        )  # once it is open it need not be cancelled, which would cut its requests short
+        if end is not None:
+            end()
 
     def close(self) -> None:
         """Close the offload and end the thread; returns when all is given back. From any thread. Idempotent.
@@ -123,6 +127,8 @@ class _LoopThread:
     def _close_at_exit(self) -> None:
         # Not for ever: what still runs in it may be a daemon that hangs.
         self.stop()
+        if self._cancel is not None:
+            self._cancel()
         self._thread.join(EXIT_WAIT_S)
 
     def _is_of(self, who: Literal["thread", "closer"]) -> bool:
@@ -151,8 +157,11 @@ class _LoopThread:
             if self._stopped:  # before there was anything to cancel
                 return
             async with self._opening as self._offload:
+                left = anyio.Event()
+                self._leave = lambda: wake_loop(left.set)
                 self._opened.set()
-                await anyio.sleep_forever()
+                if not self._stopped:
+                    await left.wait()
 
 
 @contextmanager

@@ -102,7 +102,7 @@ async def _verified_meanwhile(store: HostWeightStore, lease: Lease, offload: Off
 
     async def verify() -> None:
         try:
-            await store.verify(lease)
+            await store.verify(lease, num_threads=1)  # requests run beside it, and need the cores and the memory more
         except StoreError as damage:
             offload.fail(damage)
 

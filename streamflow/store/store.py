@@ -146,8 +146,10 @@ class HostWeightStore:
         digests = await hash_images(sizes, draft.read, self._access.crew, num_threads, progress=progress)
         return content_id_of(draft.images, digests)
 
-    async def verify(self, lease: Lease, progress: Progress | None = None) -> None:
+    async def verify(self, lease: Lease, progress: Progress | None = None, *, num_threads: int | None = None) -> None:
         """Nothing, if every byte of the leased generation is as it was published. Cancellable between chunks.
+
+        ``num_threads``: how many threads hash; None: as many as the options say.
 
         :raises EntryRejectedError: if one is not; the generation is out of use then, the lease stays open.
         """

@@ -19,7 +19,7 @@ from anyio.streams.memory import MemoryObjectReceiveStream
 from streamflow.stages.devices.base import Device, Event, Stream
 from streamflow.stages.devices.cpu import CpuComputeStream, CpuDevice, CpuEvent, copy_bytes
 from streamflow.stages.engine import MAX_BUSY_EVENTS, Engine
-from streamflow.stages.errors import EngineBrokenError, StopForward
+from streamflow.stages.errors import EngineBrokenError, EngineClosedError, StopForward
 from streamflow.stages.events import (
     BlockWanted,
     EngineFailed,
@@ -143,9 +143,15 @@ class Bench:
     binder: DictBinder
     device: CpuDevice
 
-    async def run(self, *visits: int, place: int = 0, inside: Callable[[int], object] = lambda block: None) -> None:
+    async def run(
+        self,
+        *visits: int,
+        place: int = 0,
+        inside: Callable[[int], object] = lambda block: None,
+        component: str = "toy",
+    ) -> None:
         """One pass; each block's bytes are checked. Raises what the pass raised, stopped if cancelled."""
-        await self.in_place(partial(self.forward, self.engine.places[place], visits, inside), place)
+        await self.in_place(partial(self.forward, self.engine.places[place], component, visits, inside), place)
 
     async def in_place(self, work: Callable[[], Result], index: int = 0) -> Result:
         place, done = self.engine.places[index], LoopEvent()
@@ -171,8 +177,8 @@ class Bench:
             raise failures[0]
         return results[0]
 
-    def forward(self, place: Place, visits: Sequence[int], inside: Callable[[int], object]) -> None:
-        running = self.engine.begin_pass(place, "toy")
+    def forward(self, place: Place, component: str, visits: Sequence[int], inside: Callable[[int], object]) -> None:
+        running = self.engine.begin_pass(place, component)
         completed = False
         try:
             for block in visits:
@@ -731,3 +737,104 @@ async def test_fetches_are_told_in_order_and_each_of_a_slot_only_after_the_last_
             *(("FetchIssued", "SlotFree"), ("SlotFree", "FetchStarted")),
         }
         last[event.slot] = kind
+
+
+# Several components
+
+
+async def test_two_components_stream_through_one_window_and_take_turns() -> None:
+    binder, device = DictBinder(), CpuDevice()
+    made = images(5)
+    components = {"first": {b: made[b] for b in (0, 1, 2)}, "second": {b: made[b] for b in (3, 4)}}
+    async with open_threads() as crew:
+        await device.open(crew)
+        async with open_engine(
+            device=device,
+            crew=crew,
+            components=components,
+            residents=[1],
+            options=EngineOptions(2, num_places=2),
+            open_transfer=open_direct,
+            binder=binder,
+        ) as engine:
+            bench = Bench(engine, binder, device)
+            with engine.broadcast.subscribe() as channel:
+                for _ in range(3):
+                    await bench.run(0, 1, 2, component="first")
+                    await bench.run(3, 4, place=1, component="second")
+                told: list[ObservedEvent] = []
+                while len(of_type(told, WalkEnded)) < 6:
+                    told += await all_until(channel, WalkEnded)
+            counted = engine.statistics()
+        device.close()
+    assert [walk.component for walk in of_type(told, WalkStarted)] == ["first", "second"] * 3
+    assert counted.window_bytes == 2 * 5 * 256
+    assert counted.device_peak_bytes == 2 * 5 * 256 + 512
+    assert binder.bound == {}
+    assert device.memory().in_use == 0
+
+
+async def test_a_block_of_another_component_breaks_the_engine_instead_of_hanging() -> None:
+    async with open_bench() as bench:
+        with pytest.raises(EngineBrokenError) as caught:
+            await bench.run(0, component="elsewhere")
+        assert isinstance(caught.value.cause, KeyError)
+
+
+# Closing
+
+
+async def test_a_pass_that_comes_after_closing_is_told_and_waits_for_nothing() -> None:
+    async with open_bench() as bench:
+        await bench.run(*ALL)
+        engine = bench.engine
+        begun = await bench.in_place(partial(engine.begin_pass, engine.places[0], "toy"))
+    with pytest.raises(EngineClosedError):
+        engine.begin_pass(engine.places[0], "toy")
+    with pytest.raises(EngineClosedError):
+        begun.enter(3)
+
+
+async def test_a_pass_that_waits_while_the_engine_closes_is_woken() -> None:
+    transfer = HeldTransfer()
+    transfer.hold(0)
+    async with anyio.create_task_group() as tasks, open_bench(open_transfer=opens(transfer)) as bench:
+        with bench.engine.broadcast.subscribe() as channel:
+            tasks.start_soon(expect_closed, bench)
+            await next_of(channel, BlockWanted)
+
+
+async def expect_closed(bench: Bench) -> None:
+    with anyio.CancelScope(shield=True), pytest.raises(EngineClosedError):
+        await bench.run(0)
+
+
+class StubbornBinder(DictBinder):
+    """Fails to unbind."""
+
+    def unbind(self, block: int) -> None:
+        super().unbind(block)
+        raise OSError("the module is gone")
+
+
+async def fail_in_an_engine_that_cannot_close(device: CpuDevice) -> None:
+    async with open_threads() as crew:
+        await device.open(crew)
+        async with open_engine(
+            device=device,
+            crew=crew,
+            components={"toy": images(2)},
+            residents=[0],
+            options=EngineOptions(1),
+            open_transfer=open_direct,
+            binder=StubbornBinder(),
+        ):
+            raise ZeroDivisionError
+
+
+async def test_an_error_of_the_body_leaves_as_it_is_when_giving_back_fails_too() -> None:
+    device = CpuDevice()
+    with pytest.raises(ZeroDivisionError) as caught:
+        await fail_in_an_engine_that_cannot_close(device)
+    assert caught.value.__notes__ == ["closing the engine failed, too: OSError: the module is gone"]
+    assert device.memory().in_use == 0

@@ -2,7 +2,7 @@
 
 Streamed together (requests share walks), streamed one by one (the link's time for each of them), resident one by one
 and resident in as many threads. On the CPU link and computing are modelled, with one compute unit; on CUDA the model is
-FLUX.1-shaped. What is read is a rate at constant concurrency: start and end of the traffic are left out.
+FLUX.1-shaped. In every mode of a case each request makes as many forwards.
 """
 
 from __future__ import annotations
@@ -25,14 +25,15 @@ from streamflow.stages.devices.base import Device
 from streamflow.stages.devices.cpu import CpuDevice
 from streamflow.stages.threads import open_threads
 from streamflow.tools.bench.environment import environment
-from streamflow.tools.bench.flux_shaped import FluxShape, random_inputs, random_models
+from streamflow.tools.bench.flux_shaped import SMALL, FluxShape, random_inputs, random_models
 from streamflow.tools.bench.rates import link_rate
 from streamflow.tools.bench.sleeping import SleepingModel
-from streamflow.tools.bench.traffic import Generation, Model, Traffic, stay_resident, stream
+from streamflow.tools.bench.traffic import Generation, Lane, Model, Traffic, stay_resident, stream
 
-NUM_TEXT_TOKENS = 512
 #: Steps of the generations, in turn: requests are to differ in them.
 STEPS = (3, 4, 5, 4)
+#: Steps of each generation where sizes are mixed.
+MIXED_STEPS = 4
 
 
 @attrs.frozen
@@ -90,7 +91,7 @@ class Effort:
 
 async def measure_case(
     subject: Subject, offload: streamflow.Offload, case: Case, effort: Effort, expected: dict[str, str]
-) -> list[Rate]:
+) -> AsyncIterator[Rate]:
     """The case in every mode; ``expected`` gathers the digests of the resident model's outputs, made one by one."""
     one_lane = (tuple(generation for lane in case.lanes for generation in lane),)
     keep = partial(stay_resident, subject.resident, device=subject.torch_device)
@@ -101,11 +102,8 @@ async def measure_case(
     ]
     if case.concurrency > 1:
         modes += [("resident, threads", keep, case.lanes), ("streamed, together", flow, case.lanes)]
-    rates = []
     for mode, run, lanes in modes:
-        with torch.no_grad():
-            rates.append(await _measure(subject, offload, case, mode, run, lanes, effort, expected))
-    return rates
+        yield await _measure(subject, offload, case, mode, run, lanes, effort, expected)
 
 
 async def _measure(
@@ -118,13 +116,13 @@ async def _measure(
     effort: Effort,
     expected: dict[str, str],
 ) -> Rate:
-    # at least all generations once, for their digests, and after the first forwards of all lanes
-    num_counted = max(effort.forwards_per_lane * len(lanes), sum(g.num_steps for lane in lanes for g in lane))
-    traffic = Traffic(len(lanes), num_counted)
+    # each generation at least once, and as often as the others of its lane
+    steps = max(sum(generation.num_steps for generation in lane) for lane in lanes)
+    traffic = Traffic(len(lanes), max(effort.forwards_per_lane, steps), effort.limit_s)
     before = offload.statistics().engine
     try:
         with anyio.fail_after(effort.limit_s):
-            await run(traffic=traffic, lanes=lanes)
+            await run(traffic=traffic, lanes=[Lane(generations) for generations in lanes])
     except TimeoutError:
         return Rate(case.name, mode, len(lanes), None, False, problem=f"not done within {effort.limit_s:g} s")
     for name, digests in traffic.digests.items():
@@ -183,27 +181,36 @@ async def open_modelled(
 async def open_flux_shaped(
     concurrency: Sequence[int], image_px: int, mixed_px: Sequence[int], device: str | None
 ) -> AsyncIterator[tuple[Subject, list[Case]]]:
-    """The full size in random bfloat16. ``mixed_px``: a case of its own in which each lane has another size."""
-    shape, dtype = FluxShape(), torch.bfloat16
+    """The full size in random bfloat16 on CUDA, else a small one. ``mixed_px``: a case of its own in which each lane
+    has another size.
+    """
     config = streamflow.OffloadConfig(device=device, max_running_requests=max(*concurrency, len(mixed_px)))
     where = config.torch_device()
+    on_cuda = where.type == "cuda"
+    shape, dtype, num_text = (FluxShape(), torch.bfloat16, 512) if on_cuda else (SMALL, torch.float32, 16)
 
-    def generation(name: str, px: int, index: int) -> Generation:
-        latents, *conditions = random_inputs(shape, px, NUM_TEXT_TOKENS, dtype, where, seed=1 + index)
-        return Generation(name, STEPS[index % 4], latents, tuple(conditions))
+    def generation(name: str, px: int, index: int, num_steps: int) -> Generation:
+        latents, *conditions = random_inputs(shape, px, num_text, dtype, where, seed=1 + index)
+        return Generation(name, num_steps, latents, tuple(conditions))
 
     async with open_threads() as crew:
         backend = make_device(config)
         await backend.open(crew)
-        link = await crew.call(partial(link_rate, backend, backend.open_copy_stream("link rate")), name="link rate")
+        copy_bytes = (1 << 30) if on_cuda else (16 << 20)
+        copies = backend.open_copy_stream("link rate")
+        link = await crew.call(partial(link_rate, backend, copies, copy_bytes), name="link rate")
         resident, model = await crew.call(lambda: random_models(shape, dtype, where), name="models")
         backend.close()
     cases = [
-        Case(f"{count} x {image_px} px", tuple((generation(f"{image_px} px {i}", image_px, i),) for i in range(count)))
+        Case(
+            f"{count} x {image_px} px",
+            tuple((generation(f"{image_px} px {i}", image_px, i, STEPS[i % 4]),) for i in range(count)),
+        )
         for count in concurrency
     ]
     if mixed_px:
-        lanes = tuple((generation(f"mixed {px} px", px, i),) for i, px in enumerate(mixed_px))
+        # all in the same number of steps, so that one by one each size has its share
+        lanes = tuple((generation(f"mixed {px} px {i}", px, i, MIXED_STEPS),) for i, px in enumerate(mixed_px))
         cases.append(Case(" + ".join(map(str, mixed_px)) + " px", lanes))
     yield Subject(model, resident, None, config, link), cases
 
@@ -221,7 +228,7 @@ async def measure(opened: Opened, effort: Effort, tell: Callable[[Rate], object]
         streamflow.open_offload(subject.model, subject.config, device=subject.device) as offload,
     ):
         for case in cases:
-            for rate in await measure_case(subject, offload, case, effort, expected):
+            async for rate in measure_case(subject, offload, case, effort, expected):
                 rates.append(rate)
                 if tell is not None:
                     tell(rate)

@@ -138,3 +138,16 @@ async def test_sigterm_drains_in_the_documented_order() -> None:
                 assert received is signal.SIGTERM
                 break
     assert traffic.ends == ["late: refused", "running: served", "waiting 1: served", "waiting 2: served"]
+
+
+async def test_an_offload_on_a_loop_of_its_own_drains_too() -> None:
+    subject, device = make_subject(), CpuDevice()
+    started = await streamflow.start_offload(subject.model, DRAIN, device=device)
+    async with anyio.create_task_group() as tasks:
+        traffic = Traffic(subject, started.offload)
+        await traffic.start(tasks)
+        tasks.start_soon(traffic.ask_when_draining)
+        await started.aclose()
+    assert traffic.ends[:2] == ["late: refused", "running: served"]
+    assert sorted(traffic.ends[2:]) == ["waiting 1: served", "waiting 2: served"]
+    subject.check_restored(device)

@@ -10,8 +10,8 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from streamflow.tools.bench.throughput import Effort, Rate, measure, open_modelled, ratios
-from streamflow.tools.bench.traffic import Generation, Traffic
+from streamflow.tools.bench.throughput import Effort, Rate, measure, open_flux_shaped, open_modelled, ratios
+from streamflow.tools.bench.traffic import Generation, Lane, Traffic
 from streamflow.tools.cli import main
 
 
@@ -56,12 +56,23 @@ def test_ratios_are_to_the_better_resident_rate() -> None:
     }
 
 
-def test_a_rate_leaves_out_the_beginning_and_a_wrong_output_is_told() -> None:
-    traffic = Traffic(num_warm=2, num_counted=3)
-    generation = Generation("one", 5, torch.ones(3))
-    assert not traffic.is_over
-    traffic.generate(lambda x: x * 0.5, generation)
-    assert traffic.is_over
+def test_a_lane_ends_after_its_forwards_and_a_wrong_output_is_told() -> None:
+    traffic = Traffic(num_lanes=1, forwards_per_lane=7, limit_s=1.0)
+    generation = Generation("one", 4, torch.ones(3))
+    lane = Lane([generation])
+    traffic.generate(lambda x: x * 0.5, lane, generation)
+    assert not traffic.is_over(lane)
+    traffic.generate(lambda x: x * 0.25, lane, generation)
+    assert traffic.is_over(lane)
     assert traffic.forwards_per_s > 0
-    traffic.generate(lambda x: x * 0.25, generation)
     assert len(traffic.digests["one"]) == 2
+    traffic.generate(lambda x: x, lane, generation)
+    assert lane.num_forwards == 8
+
+
+@pytest.mark.slow
+def test_the_flux_shaped_case_of_mixed_sizes_runs_through() -> None:
+    opened = open_flux_shaped((1,), 64, (64, 80), "cpu")
+    report = anyio.run(measure, opened, Effort(forwards_per_lane=2, limit_s=60.0))
+    assert [rate["problem"] for rate in report["rates"]] == [None] * 6
+    assert {rate["case"] for rate in report["rates"]} == {"1 x 64 px", "64 + 80 px"}
