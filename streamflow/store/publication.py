@@ -95,6 +95,13 @@ def give_name(root: StoreRoot, written: Written, denied_here: Iterable[int]) -> 
     return generation
 
 
+def sync_names(root: StoreRoot, content_id: str) -> None:
+    """Bring the names that an entry has got to the disk; who gave them may have died before he could. Blocks."""
+    entry = root.paths.entry(content_id)
+    for folder in (os.path.dirname(entry), entry, root.paths.folder("tmp")):
+        sync_folder(root.files, folder)
+
+
 def _complete(writer: EntryWriter, draft: Draft, plan: EntryPlan, digests: Sequence[str], source_id: str | None) -> str:
     manifest = make_manifest(
         draft.images,

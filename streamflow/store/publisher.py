@@ -11,7 +11,7 @@ from streamflow.store.errors import ContentChangedError, EntryRejectedError
 from streamflow.store.hashing import Progress
 from streamflow.store.locks import Patience
 from streamflow.store.packing import EntryPlan
-from streamflow.store.publication import Published, Written, give_name, plan_draft, write_aside
+from streamflow.store.publication import Published, Written, give_name, plan_draft, sync_names, write_aside
 from streamflow.store.sources import check_source, write_source
 
 
@@ -70,6 +70,7 @@ class Publisher:
         if lease is None:
             return None
         with lease:
+            await self._access.call("publishing an entry", partial(sync_names, self._access.root, content_id))
             await self._remember(content_id)
             return Published(content_id, lease.generation, was_present=True)
 

@@ -51,6 +51,8 @@ def prepare_root(files: FileOperations, options: StoreOptions) -> StoreRoot:
     for name in FOLDERS:
         prepare_folder(files, paths.folder(name), options.dir_mode)
     sync_folder(files, paths.root)
+    if not os.path.lexists(paths.format_file):  # written last: until then nobody has seen to it
+        _sync_above(files, paths.root)
     _check_locks(files, paths, options)
     _check_format(files, paths, options)
     return StoreRoot(paths, options, files, filesystem)
@@ -103,7 +105,14 @@ def _make_folders(files: FileOperations, path: str, mode: int) -> None:
     if not os.path.isdir(parent):
         _make_folders(files, parent, 0o700)
     _make_folder(files, path, mode)
-    sync_folder(files, parent)
+
+
+def _sync_above(files: FileOperations, path: str) -> None:
+    """Bring the way to ``path`` to the disk, whoever made it: he may have died before he could."""
+    while not os.path.ismount(path):
+        path = os.path.dirname(path)
+        with suppress(PermissionError):  # not to be read by this user, who did not make it then
+            sync_folder(files, path)
 
 
 def _make_folder(files: FileOperations, path: str, mode: int) -> None:

@@ -9,6 +9,7 @@ from streamflow.store.errors import IdentityCollisionError
 from streamflow.store.paths import is_content_id
 from streamflow.store.records import read_record, write_record
 from streamflow.store.root import StoreRoot
+from streamflow.store.temporaries import sync_folder
 
 _SUFFIX = ".json"
 
@@ -33,7 +34,7 @@ def check_source(root: StoreRoot, source_id: str, content_id: str) -> None:
 
 
 def write_source(root: StoreRoot, source_id: str, content_id: str) -> None:
-    """Remember what the source gives. Blocks; for the holder of the records' lock.
+    """Remember, lastingly, what the source gives. Blocks; for the holder of the records' lock.
 
     :raises IdentityCollisionError: if it is known to give another content.
     """
@@ -41,6 +42,8 @@ def write_source(root: StoreRoot, source_id: str, content_id: str) -> None:
     if read_source(root, source_id) is None:
         record = {"source_id": source_id, "content_id": content_id}
         write_record(root, root.paths.source(source_id), record)
+    else:  # who wrote it may have died before its name was on the disk
+        sync_folder(root.files, root.paths.folder("sources"))
 
 
 def sources_of(root: StoreRoot) -> dict[str, list[str]]:

@@ -214,7 +214,7 @@ def main(folder: Path, name: str, backends: list[str]) -> None:
     outcomes = []
     for point, backend in zip(points_of(folder, scenario, backends[0]), itertools.cycle(backends)):
         outcomes.append([point.operation, point.torn, kill_and_start(folder, scenario, point, backend)])
-    print(json.dumps({"outcomes": outcomes, "torch": "torch" in sys.modules}))
+    sys.stdout.write(json.dumps({"outcomes": outcomes, "torch": "torch" in sys.modules}))
 
 
 if __name__ == "__main__":

@@ -84,16 +84,26 @@ async def opened(
 
 
 async def publish_source(store: HostWeightStore, model: Tiny, source_id: str = SOURCE) -> Lease:
-    """What an opening does: the entry of the source, found or published. For the caller to close."""
-    content_id = await store.content_of(source_id)
-    lease = None if content_id is None else await store.lease(content_id)
-    if lease is not None:
-        return lease
+    """The entry of the source, found or published. For the caller to close."""
+    return (await find_or_publish(store, model, source_id))[0]
+
+
+async def find_or_publish(store: HostWeightStore, model: Tiny, source_id: str = SOURCE) -> tuple[Lease, bool]:
+    """What an opening does: the entry of the source, and whether it was published here. For the caller to close."""
+    if (lease := await _find(store, source_id)) is not None:
+        return lease, False
     async with store.publication_lock(source_id):
+        if (lease := await _find(store, source_id)) is not None:
+            return lease, False
         published = await store.publish(model.draft(), source_id=source_id)
     lease = await store.lease(published.content_id)
     assert lease is not None, "what was just published is not there"
-    return lease
+    return lease, True
+
+
+async def _find(store: HostWeightStore, source_id: str) -> Lease | None:
+    content_id = await store.content_of(source_id)
+    return None if content_id is None else await store.lease(content_id)
 
 
 class Quick(FileOperations):
