@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextvars
+import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, contextmanager
@@ -34,11 +35,12 @@ class _LoopThread:
 
     The thread has no task that owns it, for want of a loop: whoever made this has to `close` it. A process that ends
     without having done so closes it then; the thread is a daemon, and its loop trio's, whose threads are daemons, too,
-    so that the process gets there.
+    so that the process gets there. A process that is forked meanwhile has no such thread: there, closing does nothing.
     """
 
     def __init__(self, opening: AbstractAsyncContextManager[Offload]) -> None:
         self._opening = opening
+        self._made_by = os.getpid()
         self._offload: Offload | None = None
         self._failure: BaseException | None = None
         self._opened = ThreadEvent()
@@ -80,6 +82,8 @@ class _LoopThread:
 
     def stop(self) -> None:
         """Begin to close, also in the middle of opening. From any thread; returns at once. Idempotent."""
+        if os.getpid() != self._made_by:  # its own loop is a copy of ours, and would wake ours
+            return
         self._stopped = True
         end = (
             self._leave or self._cancel
@@ -104,7 +108,7 @@ class _LoopThread:
     def close_through(self) -> KeyboardInterrupt | None:
         """The same, but what failed is left out; returns the last interrupt that came meanwhile, if any."""
         interruption: KeyboardInterrupt | None = None
-        is_closed = False
+        is_closed = os.getpid() != self._made_by
         while not is_closed:
             try:
                 self.stop()

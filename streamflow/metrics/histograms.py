@@ -5,13 +5,21 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator
 
+import attrs
 from prometheus_client import Histogram
 from prometheus_client.metrics_core import Metric
 
-from streamflow.stages.events import ObservedEvent, RequestEnded, RequestStarted, WalkEnded, WalkStarted
+from streamflow.stages.events import ObservedEvent, RequestEnded, RequestStarted, WalkEnded, WalkJoined, WalkStarted
 
 _PASSES = (1, 2, 3, 4, 6, 8, 12, 16, 24)
 _SECONDS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500)
+
+
+@attrs.define
+class _Walk:
+    walk_id: int
+    began_at: float
+    num_passes: int
 
 
 class EventHistograms:
@@ -21,24 +29,24 @@ class EventHistograms:
     """
 
     def __init__(self) -> None:
-        self._walk_passes = _histogram("walk_passes", "Passes that began a walk together.", _PASSES)
+        self._walk_passes = _histogram("walk_passes", "Passes that shared a walk.", _PASSES)
         self._walk_seconds = _histogram("walk_seconds", "Time from a walk's beginning to its end.", _SECONDS)
         self._running_seconds = _histogram(
             "request_running_seconds", "Time for which a request or a direct call had a place.", _SECONDS
         )
-        self._walks: dict[str, tuple[int, float]] = {}
+        self._walks: dict[str, _Walk] = {}
         self._places: dict[tuple[str, int], float] = {}
 
     def note(self, model: str, event: ObservedEvent) -> None:
         """Count ``event``, which happened just now."""
         match event:
             case WalkStarted(walk_id, _, pass_ids):
-                self._walk_passes.labels(model).observe(len(pass_ids))
-                self._walks[model] = walk_id, time.monotonic()
-            case WalkEnded(walk_id):
-                began_id, began_at = self._walks.pop(model, (None, 0.0))
-                if began_id == walk_id:
-                    self._walk_seconds.labels(model).observe(time.monotonic() - began_at)
+                self._walks[model] = _Walk(walk_id, time.monotonic(), len(pass_ids))
+            case WalkJoined(walk_id, pass_ids) if (walk := self._walks.get(model)) and walk.walk_id == walk_id:
+                walk.num_passes += len(pass_ids)
+            case WalkEnded(walk_id) if (walk := self._walks.pop(model, None)) and walk.walk_id == walk_id:
+                self._walk_passes.labels(model).observe(walk.num_passes)
+                self._walk_seconds.labels(model).observe(time.monotonic() - walk.began_at)
             case RequestStarted(_, place):
                 self._places[model, place] = time.monotonic()
             case RequestEnded(_, place) if (model, place) in self._places:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 from functools import partial
@@ -10,7 +11,7 @@ from typing import Any
 from streamflow.stages.threads import ThreadCrew
 from streamflow.store.content import sha256
 from streamflow.store.descriptors import Descriptor, open_descriptor
-from streamflow.store.errors import SourceChangedError, disk_errors
+from streamflow.store.errors import SourceChangedError, StoreOperationError, disk_errors
 from streamflow.store.hashing import hash_file
 from streamflow.store.records import read_record, write_record
 from streamflow.store.root import StoreRoot
@@ -18,6 +19,8 @@ from streamflow.weights.file_reading import read_fully
 
 #: A file whose inode changed this recently may change again without its times showing it: clocks tick coarsely.
 SETTLE_S = 2.0
+#: What the system says where this process may read a store and not write to it.
+_READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
 
 
 async def digest_of_source(root: StoreRoot, path: str, crew: ThreadCrew) -> str:
@@ -76,8 +79,13 @@ def _recall(root: StoreRoot, key: dict[str, Any]) -> str | None:
 
 
 def _remember(root: StoreRoot, key: dict[str, Any], digest: str) -> None:
-    with disk_errors("keeping a source digest", root.paths.root):
-        write_record(root, _place(root, key), {**key, "sha256": digest})
+    """Keep the digest for others, unless the store is for reading only: then it is computed anew each time."""
+    try:
+        with disk_errors("keeping a source digest", root.paths.root):
+            write_record(root, _place(root, key), {**key, "sha256": digest})
+    except StoreOperationError as failure:
+        if failure.number not in _READ_ONLY:
+            raise
 
 
 def _place(root: StoreRoot, key: dict[str, Any]) -> str:

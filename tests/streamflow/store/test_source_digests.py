@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -16,6 +17,7 @@ import pytest
 import streamflow.store.source_digests
 from streamflow.stages.errors import SourceReadError
 from streamflow.store.errors import SourceChangedError, StoreOperationError
+from streamflow.store.files import FileOperations
 from streamflow.store.hashing import CHUNK_BYTES
 from streamflow.store.source_digests import SETTLE_S
 from tests.streamflow.store.kit import opened
@@ -143,6 +145,33 @@ async def test_a_record_that_others_could_have_written_is_not_used(root: Path, s
         path.write_text(json.dumps({**record, "sha256": "0" * 64}))
         path.chmod(0o666)
         assert await store.source_digest(source) == digest
+
+
+class NoWrites(FileOperations):
+    """Of a store that is mounted read-only, or belongs to others."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def open(self, path: str, flags: int, mode: int = 0) -> int:
+        if flags & os.O_EXCL:
+            raise OSError(self.number, os.strerror(self.number), path)
+        return super().open(path, flags, mode)
+
+
+@pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES])
+async def test_a_store_that_is_for_reading_only_gives_digests_all_the_same(
+    root: Path, source: Path, later: Later, number: int
+) -> None:
+    later(SETTLE_S + 1)
+    async with opened(root):
+        pass
+    async with opened(root, files=NoWrites(number)) as store:
+        assert await store.source_digest(source) == sha(source)
+    assert os.listdir(root / "digests") == []
+    with pytest.raises(StoreOperationError, match="keeping a source digest"):
+        async with opened(root, files=NoWrites(errno.ENOSPC)) as store:
+            await store.source_digest(source)
 
 
 async def test_a_link_is_hashed_as_what_it_leads_to(root: Path, source: Path, tmp_path: Path) -> None:
