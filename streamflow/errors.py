@@ -15,6 +15,18 @@ class ConfigurationError(StreamflowError, ValueError):
         super().__init__("the offload configuration is not usable:" + "".join(f"\n- {text}" for text in problems))
 
 
+class ComponentPolicyTypeError(StreamflowError, TypeError):
+    """The ``components`` option is no mapping of names to booleans."""
+
+
+class ComponentPolicyError(StreamflowError, ValueError):
+    """The ``components`` option names what it cannot decide about; ``known`` are the names that it can."""
+
+    def __init__(self, problem: str, known: Sequence[str]) -> None:
+        self.problem, self.known = problem, tuple(known)
+        super().__init__(f"{problem}; components may name: {', '.join((*known, 'default')) if known else 'nothing'}")
+
+
 class PlanError(StreamflowError, ValueError):
     """No blocks can be streamed as asked; ``candidates`` are the paths that could have been meant."""
 
