@@ -5,7 +5,7 @@ component leaves with the last. The ledger lives on the event loop: it is told w
 transfers did; `decide` then says what is to come and go. Its promises, held by property tests:
 
 - what is on the device, coming, or still going never exceeds the budget;
-- a component moves only while nobody holds it and no walk runs over it;
+- a component moves only while nobody holds it, and a walk runs only under a lease;
 - who asks is served in order: nobody overtakes a holder that waits for room;
 - a holder that waits holds nothing, so no two wait for each other. Where one asks from inside a component (nested), it
   is answered at once or as soon as something that goes already is gone: it never waits for another holder.
@@ -62,13 +62,13 @@ class _Holding:
     presence: Presence = Presence.ABSENT
     holders: set[int] = attrs.field(factory=set)
     told: set[int] = attrs.field(factory=set)
-    num_walks: int = 0
-    kept_for: int | None = None
+    keepers: set[int] = attrs.field(factory=set)
+    is_kept: bool = False
     is_told_to_leave: bool = False
 
     @property
     def can_leave(self) -> bool:
-        return self.presence is Presence.PRESENT and not self.holders and not self.num_walks
+        return self.presence is Presence.PRESENT and not self.holders
 
 
 class ResidencyLedger:
@@ -105,43 +105,38 @@ class ResidencyLedger:
 
     # What holders did
 
-    def ask(self, holder: int, component: str) -> None:
+    def ask(self, holder: int, component: str, *, keep: bool = False) -> None:
         """``holder`` waits for a lease on ``component``. It waits for one at a time, and holds it once.
+
+        ``keep``: when this lease was the last, the component stays until somebody asks for another one.
 
         :raises ValueError: if it waits already, or has that lease.
         """
         if holder in self._waiting or holder in self._holdings[component].holders:
             raise ValueError(f"holder {holder} waits for, or has, {component} already")
         self._waiting[holder] = component
+        if keep:
+            self._holdings[component].keepers.add(holder)
         for name, holding in self._holdings.items():
-            if holding.kept_for == holder and name != component:
-                holding.kept_for = None
+            if name != component:
+                holding.is_kept = False
 
-    def release(self, holder: int, component: str, *, keep: bool = False) -> None:
-        """The lease ends. ``keep``: the component stays until ``holder`` asks for another, or room is needed."""
+    def release(self, holder: int, component: str) -> None:
+        """The lease ends. Idempotent."""
         holding = self._holdings[component]
-        holding.holders.discard(holder)
+        if holder in holding.holders:
+            holding.holders.discard(holder)
+            holding.is_kept = holder in holding.keepers and not holding.holders
         holding.told.discard(holder)
-        if keep and not holding.holders:
-            holding.kept_for = holder
+        holding.keepers.discard(holder)
 
     def withdraw(self, holder: int) -> None:
         """``holder`` is gone: it waits for nothing and all its leases end. Idempotent."""
         self._waiting.pop(holder, None)
-        for name, holding in self._holdings.items():
+        for name in self._holdings:
             self.release(holder, name)
-            if holding.kept_for == holder:
-                holding.kept_for = None
 
-    # What walks and transfers did
-
-    def begin_walk(self, component: str) -> None:
-        """A walk runs over the component's blocks: it does not move until `end_walk`."""
-        self._holdings[component].num_walks += 1
-
-    def end_walk(self, component: str) -> None:
-        """The walk is over."""
-        self._holdings[component].num_walks -= 1
+    # What transfers did
 
     def arrived(self, component: str) -> None:
         """All of the component is on its way to the device, or there."""
@@ -158,6 +153,7 @@ class ResidencyLedger:
         holding.presence = Presence.ABSENT
         disappointed = tuple(sorted(holding.holders))
         holding.holders.clear()
+        holding.keepers.clear()
         return disappointed
 
     # The decision
@@ -193,7 +189,7 @@ class ResidencyLedger:
             holding.presence = Presence.ADMITTED
             self._make_room()  # now, so that nobody who waits behind takes a lease on what has to go
         holding.holders.add(holder)
-        holding.kept_for = None
+        holding.is_kept = False
         del self._waiting[holder]
         return True
 
@@ -210,11 +206,10 @@ class ResidencyLedger:
         for name, holding in self._holdings.items():
             if holding.presence is Presence.ADMITTED and not holding.holders:
                 holding.presence = Presence.ABSENT
-            if holding.can_leave and holding.kept_for is None:
+            if holding.can_leave and not holding.is_kept:
                 holding.presence = Presence.LEAVING
             if holding.presence is Presence.LEAVING and not holding.is_told_to_leave:
                 holding.is_told_to_leave = True
-                holding.kept_for = None
                 yield name
 
     def _arrive(self) -> Iterator[str]:

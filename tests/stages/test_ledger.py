@@ -123,52 +123,38 @@ def test_a_component_that_could_not_come_is_nobodys() -> None:
     assert settle(ledger) == [Lease(1, "vae")]
 
 
-def test_residents_yield_only_when_no_walk_runs_over_them() -> None:
-    ledger = ResidencyLedger(SIZES, 6)
-    ledger.ask(1, "experts")
+def test_what_is_kept_stays_until_somebody_asks_for_another() -> None:
+    ledger = ResidencyLedger(SIZES, None)
+    ledger.ask(1, "encoder", keep=True)
     settle(ledger)
-    ledger.begin_walk("experts")
-    ledger.release(1, "experts")
+    ledger.release(1, "encoder")
+    assert ledger.decide() == Moves((), (), (), ())
+    ledger.ask(2, "encoder", keep=True)
+    assert ledger.decide().granted == (Lease(2, "encoder"),)
+    ledger.withdraw(2)
+    assert ledger.decide() == Moves((), (), (), ())
+    ledger.ask(1, "vae")
+    assert ledger.decide() == Moves(("encoder",), ("vae",), (), ())
+
+
+def test_the_last_lease_says_whether_a_component_is_kept() -> None:
+    ledger = ResidencyLedger(SIZES, None)
+    ledger.ask(1, "encoder", keep=True)
     ledger.ask(2, "encoder")
-    assert ledger.decide() == Moves((), (), (), ())
-    ledger.end_walk("experts")
-    assert ledger.decide().leave == ("experts",)
-
-
-def test_what_is_kept_stays_until_its_holder_goes_on() -> None:
-    ledger = ResidencyLedger(SIZES, None)
-    ledger.ask(1, "encoder")
     settle(ledger)
-    ledger.release(1, "encoder", keep=True)
-    assert ledger.decide() == Moves((), (), (), ())
-    ledger.ask(1, "encoder")
-    assert ledger.decide().granted == (Lease(1, "encoder"),)
-    ledger.release(1, "encoder", keep=True)
-    ledger.ask(2, "vae")
-    assert ledger.decide() == Moves((), ("vae",), (), ())
-    ledger.ask(1, "experts")
-    assert ledger.decide() == Moves(("encoder",), ("experts",), (), ())
-
-
-def test_what_is_kept_goes_when_its_holder_is_gone() -> None:
-    ledger = ResidencyLedger(SIZES, None)
-    ledger.ask(1, "encoder")
-    settle(ledger)
-    ledger.release(1, "encoder", keep=True)
-    ledger.withdraw(1)
+    ledger.release(1, "encoder")
+    ledger.release(2, "encoder")
     assert ledger.decide().leave == ("encoder",)
 
 
-def test_what_is_kept_goes_when_room_is_needed() -> None:
+def test_what_is_kept_gives_way_only_to_another() -> None:
     ledger = ResidencyLedger(SIZES, 9)
-    ledger.ask(1, "encoder")
+    ledger.ask(1, "encoder", keep=True)
     settle(ledger)
-    ledger.release(1, "encoder", keep=True)
+    ledger.release(1, "encoder")
     ledger.ask(2, "experts")
     assert settle(ledger) == [Lease(2, "experts")]
-    assert ledger.presence("encoder") is Presence.PRESENT
-    ledger.ask(3, "vae")
-    assert ledger.decide() == Moves(("encoder",), (), (), ())
+    assert ledger.presence("encoder") is Presence.ABSENT
 
 
 def test_a_nested_holder_is_served_at_once_where_there_is_room() -> None:
@@ -207,12 +193,11 @@ def test_asking_twice_is_an_error() -> None:
 
 @attrs.define
 class Trip:
-    """A holder's way through the components, one after the other, each perhaps under a walk."""
+    """A holder's way through the components, one after the other; each may be kept when it goes on."""
 
-    stops: list[tuple[str, bool, bool]]
+    stops: list[tuple[str, bool]]
     where: str | None = None
     is_waiting: bool = False
-    walks: bool = False
 
 
 class World:
@@ -224,7 +209,6 @@ class World:
         self.trips = dict(enumerate(trips))
         self.coming: list[str] = []
         self.going: list[str] = []
-        self.asked: list[int] = []
 
     def choices(self) -> Iterator[tuple[str, object]]:
         """What could happen next."""
@@ -261,8 +245,8 @@ class World:
         trip = self.trips[number]
         if what == "ask":
             trip.is_waiting = True
-            self.asked.append(number)
-            self.ledger.ask(number, trip.stops[0][0])
+            component, keep = trip.stops[0]
+            self.ledger.ask(number, component, keep=keep)
         elif what == "give up":
             self.ledger.withdraw(number)
             self.stop_waiting(number)
@@ -271,43 +255,35 @@ class World:
 
     def leave(self, number: int, trip: Trip) -> None:
         assert trip.where is not None
-        _, _, keep = trip.stops.pop(0)
-        if trip.walks:
-            self.ledger.end_walk(trip.where)
-        self.ledger.release(number, trip.where, keep=keep and bool(trip.stops))
-        if not trip.stops:
-            self.ledger.withdraw(number)
+        trip.stops.pop(0)
+        self.ledger.release(number, trip.where)
         trip.where = None
 
     def stop_waiting(self, number: int) -> None:
         self.trips[number].is_waiting = False
         self.trips[number].stops.pop(0)
-        self.asked.remove(number)
 
-    def act(self, moves: Moves) -> None:
+    def act(self, moves: Moves, but: int | None = None) -> None:
         for name in moves.leave:
             assert not any(trip.where == name for trip in self.trips.values()), "moved under a holder"
             self.going.append(name)
         self.coming += moves.arrive
-        for lease in moves.granted:
+        for lease in (lease for lease in moves.granted if lease.holder != but):
             trip = self.trips[lease.holder]
             assert trip.is_waiting
             assert trip.stops[0][0] == lease.component
             assert lease.component not in (*self.coming, *self.going)
-            trip.where, trip.is_waiting, trip.walks = lease.component, False, trip.stops[0][1]
-            self.asked.remove(lease.holder)
-            if trip.walks:
-                self.ledger.begin_walk(lease.component)
+            trip.where, trip.is_waiting = lease.component, False
         assert not moves.refused
         assert self.budget is None or self.ledger.used_bytes <= self.budget
 
 
-STOPS = st.lists(st.tuples(st.sampled_from(sorted(SIZES)), st.booleans(), st.booleans()), max_size=4)
+STOPS = st.lists(st.tuples(st.sampled_from(sorted(SIZES)), st.booleans()), max_size=4)
 
 
 @given(st.lists(STOPS, max_size=5), st.sampled_from([6, 7, 9, 13, None]), st.data())
 def test_every_holder_gets_through_within_the_budget(
-    routes: list[list[tuple[str, bool, bool]]], budget: int | None, data: st.DataObject
+    routes: list[list[tuple[str, bool]]], budget: int | None, data: st.DataObject
 ) -> None:
     world = World([Trip(list(stops)) for stops in routes], budget)
     while choices := list(world.choices()):
@@ -316,8 +292,10 @@ def test_every_holder_gets_through_within_the_budget(
         assert likely, "a deadlock"
         world.happen(*data.draw(st.sampled_from(likely + choices)))
     assert not any(trip.stops or trip.is_waiting for trip in world.trips.values())
-    assert world.ledger.used_bytes == 0
     assert world.ledger.num_waiting == 0
+    world.ledger.ask(99, "tiny")  # nobody keeps anything then but what is asked for
+    world.act(world.ledger.decide(), but=99)
+    assert world.ledger.used_bytes == sum(SIZES[name] for name in world.going)
 
 
 @given(st.lists(st.sampled_from(sorted(SIZES)), max_size=6), st.sampled_from([6, 9, None]))
