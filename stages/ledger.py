@@ -122,7 +122,9 @@ class ResidencyLedger:
                 holding.is_kept = False
 
     def release(self, holder: int, component: str) -> None:
-        """The lease ends. Idempotent."""
+        """The lease, or the wait for it, ends. Idempotent."""
+        if self._waiting.get(holder) == component:
+            del self._waiting[holder]
         holding = self._holdings[component]
         if holder in holding.holders:
             holding.holders.discard(holder)
@@ -132,7 +134,6 @@ class ResidencyLedger:
 
     def withdraw(self, holder: int) -> None:
         """``holder`` is gone: it waits for nothing and all its leases end. Idempotent."""
-        self._waiting.pop(holder, None)
         for name in self._holdings:
             self.release(holder, name)
 

@@ -116,14 +116,6 @@ def test_a_steady_workload_is_released_once() -> None:
 def test_a_growing_workload_is_released_once_for_each_step_of_growth() -> None:
     growing = [80, 80, 120, 120, 120, 190, 190]
     assert releases(RetentionPolicy(), growing) == [True, False, True, False, False, True, False]
-        True,
-        False,
-        True,
-        False,
-        False,
-        True,
-        False,
-    ]
 
 
 def test_a_workload_above_the_cap_is_released_every_time() -> None:
