@@ -48,6 +48,11 @@ class RetentionObserver:
         self._deferred: Retention | None = None
         self._serving = anyio.CancelScope(shield=True)
 
+    @property
+    def budget(self) -> int:
+        """Cached bytes that would be kept at the next boundary."""
+        return self._policy.budget
+
     async def serve(self) -> None:
         """Watch until `stop`. What was learned is forgotten then: the components are detached."""
         with self._serving, self._broadcast.subscribe(kinds=_KINDS) as events:
