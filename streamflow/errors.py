@@ -53,14 +53,18 @@ class AlreadyAttachedError(StreamflowError, RuntimeError):
 
 
 class RefusedWhileAttachedError(StreamflowError, RuntimeError):
-    """An operation that would read or write weights which are not there while the module is streamed."""
+    """An operation that would read or write weights which are not there while the module is streamed.
 
-    def __init__(self, operation: str, name: str) -> None:
-        self.operation, self.name = operation, name
-        super().__init__(
-            f"{operation} of {name} is refused while it is streamed: most of its weights are not on the device; "
-            "do it before opening the offload or after closing it (state_dict() works at any time)"
+    ``instead`` is what to do; None: the same, before opening the offload or after closing it.
+    """
+
+    def __init__(self, operation: str, name: str, instead: str | None = None) -> None:
+        self.operation, self.name, self.instead = operation, name, instead
+        advice = (
+            "most of its weights are not on the device; do it before opening the offload or after closing it "
+            "(state_dict() works at any time)"
         )
+        super().__init__(f"{operation} of {name} is refused while it is streamed: {instead or advice}")
 
 
 class WeightsChangedError(StreamflowError, RuntimeError):
