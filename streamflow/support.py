@@ -29,7 +29,7 @@ def check_model(model: object) -> None:
         raise UnsupportedModelError(type(model).__name__, *_what_it_is(model))
     for path, module in model.named_modules():
         for attribute, (what, fix) in _FOREIGN_HOOKS.items():
-            if module.__dict__.get(attribute) is not None:
+            if _carries(module.__dict__.get(attribute)):
                 raise UnsupportedModelError(path or type(model).__name__, f"it carries {what}", fix)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if nn.parameter.is_lazy(tensor):
@@ -42,6 +42,11 @@ def check_model(model: object) -> None:
             raise UnsupportedModelError(
                 name, "it is on an accelerator already", "load the model on the host (device 'cpu')"
             )
+
+
+def _carries(hooks: object) -> bool:
+    """Whether there are hooks: diffusers leaves an empty registry on every model that a pipeline has called."""
+    return hooks is not None and getattr(hooks, "hooks", True) != {}
 
 
 def check_not_compiled_whole(model: nn.Module, blocks: Iterable[nn.Module]) -> None:
