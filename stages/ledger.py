@@ -103,6 +103,10 @@ class ResidencyLedger:
         """Who has a lease on it, or will have one when it is there."""
         return frozenset(self._holdings[component].holders)
 
+    def held_by(self, holder: int) -> tuple[str, ...]:
+        """What ``holder`` has a lease on, or will have one when it is there."""
+        return tuple(name for name, holding in self._holdings.items() if holder in holding.holders)
+
     # What holders did
 
     def ask(self, holder: int, component: str, *, keep: bool = False) -> None:
@@ -232,4 +236,4 @@ class ResidencyLedger:
         return sum(holding.nbytes for holding in self._holdings.values() if holding.presence in presences)
 
     def _holds_any(self, holder: int) -> bool:
-        return any(holder in holding.holders for holding in self._holdings.values())
+        return bool(self.held_by(holder))

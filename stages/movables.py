@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Mapping, MutableMapping
+from contextlib import ExitStack, suppress
 
 import torch
 
@@ -19,13 +19,23 @@ class Movable:
 
     Order of use: `allocate`, `fetch`, `bind`; `unbind`, `free`; and again. Whatever failed before, `unbind` and `free`
     undo what was done. The sources are only read: what goes is dropped, nothing is copied back.
+
+    ``there`` is kept up to date with the blocks that are there, each with the event by which it is.
     """
 
-    def __init__(self, name: str, images: Mapping[int, BlockImage], binder: Binder, device: Device) -> None:
+    def __init__(
+        self,
+        name: str,
+        images: Mapping[int, BlockImage],
+        binder: Binder,
+        device: Device,
+        there: MutableMapping[int, Event] | None = None,
+    ) -> None:
         self.name = name
         self.images = images
         self.nbytes = sum(image.nbytes for image in images.values())
         self.ready: tuple[Event, ...] = ()
+        self._there = {} if there is None else there
         self._binder = binder
         self._device = device
         self._buffers: dict[int, torch.Tensor] = {}
@@ -53,8 +63,9 @@ class Movable:
 
     def bind(self) -> None:
         """Point the blocks' tensors at the device. On the loop."""
-        for block, buffer in self._buffers.items():
+        for (block, buffer), event in zip(self._buffers.items(), self.ready, strict=True):
             self._binder.bind(block, -1 - block, buffer)
+            self._there[block] = event
 
     def note_use(self, event: Event) -> None:
         """Work that uses the blocks is done when ``event`` happens."""
@@ -63,8 +74,10 @@ class Movable:
 
     def unbind(self) -> None:
         """Point the tensors away from the device again. On the loop, while nobody is inside."""
-        for block in self._buffers:
-            self._binder.unbind(block)
+        with ExitStack() as all_of_them:
+            for block in self._buffers:
+                self._there.pop(block, None)
+                all_of_them.callback(self._binder.unbind, block)
 
     def free(self) -> None:
         """Give the device memory back, once the device is done with it. Blocks. Idempotent."""

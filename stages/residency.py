@@ -43,9 +43,18 @@ class _Released:
 
 
 @attrs.frozen
+class _Withdrawn:
+    place: Place
+    events: tuple[Event, ...]
+
+
+@attrs.frozen
 class _CallFailed:
     component: str
     error: BaseException
+
+
+_Message = _Asked | _Released | _Withdrawn | _CallFailed
 
 
 class Residency:
@@ -65,14 +74,14 @@ class Residency:
     ) -> None:
         self._movables = {movable.name: movable for movable in movables}
         self._ledger = ResidencyLedger({m.name: m.nbytes for m in self._movables.values()}, budget_bytes)
-        self._budget_bytes = budget_bytes
+        self.budget_bytes = budget_bytes
         self._transfer = transfer
         self._crew = crew
         self._nursery = nursery
         self._broadcast = broadcast
         self._retention = retention
         self._fail = fail
-        self._doorbell: Doorbell[_Asked | _Released | _CallFailed] = Doorbell()
+        self._doorbell: Doorbell[_Message] = Doorbell()
         self._questions: dict[Lease, _Asked] = {}
         self._peak_bytes = 0
         self._serving = anyio.CancelScope(shield=True)
@@ -104,6 +113,15 @@ class Residency:
     def release(self, place: Place, component: str) -> None:
         """The place's work with the component is all queued. Idempotent."""
         self._doorbell.ring(_Released(place, component, place.stream.record()))
+
+    def withdraw(self, place: Place) -> None:
+        """The place's request is over, and holds nothing any more. Idempotent."""
+        events: tuple[Event, ...] = ()
+        try:
+            events = (place.stream.record(),)
+        except Exception as failure:  # the device refuses even to record an event
+            self._fail(failure)
+        self._doorbell.ring(_Withdrawn(place, events))
 
     def note_failure(self, component: str, error: BaseException) -> None:
         """A call of the component failed: what it had allocated is worth nothing to the next one."""
@@ -156,7 +174,7 @@ class Residency:
 
     # On the loop
 
-    def _note(self, message: _Asked | _Released | _CallFailed) -> None:
+    def _note(self, message: _Message) -> None:
         match message:
             case _Asked(place, component, keep):
                 self._ledger.ask(place.index, component, keep=keep)
@@ -165,6 +183,11 @@ class Residency:
                 self._movables[component].note_use(event)
                 self._questions.pop(Lease(place.index, component), None)
                 self._ledger.release(place.index, component)
+            case _Withdrawn(place, events):
+                for name in self._ledger.held_by(place.index):
+                    for event in events:
+                        self._movables[name].note_use(event)
+                self._ledger.withdraw(place.index)
             case _CallFailed(component, error):
                 self._broadcast.publish(ComponentFailed(component, error, self.staged_bytes))
 
@@ -179,7 +202,7 @@ class Residency:
             self._answer(lease, self._movables[lease.component].ready)
         for lease in moves.refused:
             nbytes = self._movables[lease.component].nbytes
-            error = NestedComponentError(lease.component, nbytes, self.staged_bytes, self._budget_bytes)
+            error = NestedComponentError(lease.component, nbytes, self.staged_bytes, self.budget_bytes)
             self._answer(lease, error)
 
     def _answer(self, lease: Lease, answer: Answer) -> None:

@@ -13,6 +13,7 @@ import attrs
 import torch
 
 from streamflow.errors import ConfigurationError
+from streamflow.pipelines.policy import checked_policy
 from streamflow.plan import OffloadPlan
 from streamflow.store.errors import StoreOptionsError
 from streamflow.store.options import StoreOptions
@@ -68,6 +69,10 @@ class OffloadConfig:
         run_ahead_blocks: how far, in blocks, the host may run ahead of the device; None: 2 x window + 2.
         device: where blocks compute, e.g. ``"cuda:0"`` or ``"cpu"``; None: cuda where there is one, else cpu.
         plan: the stacks and their residents, declared; None: taken from the model or discovered.
+        components: which encoders, VAEs and other parts of a pipeline may do what it declares of them (True), and which
+            stay on the device whole (False), by name, with an optional ``"default"``; None: all as declared.
+        device_budget_bytes: device bytes that weights may take altogether: window, residents, what is always there, and
+            components while they are used; None: no limit. Activations are not in it.
         topology: how the weights are spread over ranks and converted, as far as it decides whether a checkpoint can be
             streamed as it lies in its files, and which stored weights are this rank's.
         store_mode: ``"disabled"`` never looks at the host weight store. ``"preferred"`` takes an entry that is there,
@@ -97,6 +102,7 @@ class OffloadConfig:
         poison_freed_slots: fill a slot before it is refilled; for tests.
 
     :raises ConfigurationError: if an option or a combination is not usable; it lists every problem.
+    :raises ComponentPolicyTypeError: if ``components`` is no mapping of names to booleans.
     """
 
     window_blocks: int = 2
@@ -113,6 +119,8 @@ class OffloadConfig:
     run_ahead_blocks: int | None = None
     device: str | torch.device | None = None
     plan: OffloadPlan | None = None
+    components: Mapping[str, bool] | None = attrs.field(default=None, converter=checked_policy, hash=False)
+    device_budget_bytes: int | None = None
     topology: WeightTopology = attrs.field(factory=WeightTopology, metadata={GROUP: WeightTopology})
     store_mode: StoreMode = "disabled"
     remap_after_publish: bool = True
@@ -220,6 +228,7 @@ def _problems(config: OffloadConfig) -> list[str]:
         _not_an_int("host_registration_limit_bytes", config.host_registration_limit_bytes, minimum=0, optional=True),
         _not_an_int("registration_piece_bytes", config.registration_piece_bytes, minimum=mmap.PAGESIZE),
         _not_a_duration("probe_deadline_s", config.probe_deadline_s),
+        _not_an_int("device_budget_bytes", config.device_budget_bytes, minimum=1, optional=True),
         None if config.resident_blocks == ALL else _not_resident_count(config.resident_blocks),
         _not_one_of("resident_placement", config.resident_placement, get_args(ResidentPlacement)),
         _not_one_of("transfer", config.transfer, get_args(Transfer)),

@@ -89,6 +89,29 @@ class GradientError(StreamflowError, RuntimeError):
         )
 
 
+class DeviceBudgetError(StreamflowError, ValueError):
+    """A component does not fit into the device budget beside what is always on the device."""
+
+    def __init__(self, component: str, nbytes: int, always: int, budget: int) -> None:
+        self.component, self.nbytes, self.always, self.budget = component, nbytes, always, budget
+        super().__init__(
+            f"{component} takes {nbytes:,} bytes, and window, residents and fixed tensors take {always:,}: together "
+            f"more than device_budget_bytes={budget:,}; raise it, use fewer window_blocks or resident blocks, or "
+            "stream an encoder's blocks (OffloadPlan(encoder_stacks=...))"
+        )
+
+
+class NestedPassError(StreamflowError, RuntimeError):
+    """A streamed component was called inside another streamed one: both would need the window at once."""
+
+    def __init__(self, component: str, inside: str) -> None:
+        self.component, self.inside = component, inside
+        super().__init__(
+            f"{component} was called inside a forward of {inside}, and both stream their blocks; call one after the "
+            f"other, or keep {component} on the device (components={{'{component}': False}})"
+        )
+
+
 class BlocksBypassedError(StreamflowError, RuntimeError):
     """A forward computed with the weights of streamed blocks without calling the blocks: they were not there."""
 

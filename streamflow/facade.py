@@ -10,7 +10,6 @@ from contextlib import AbstractAsyncContextManager, contextmanager
 from typing import Any, Literal, ParamSpec, TypeVar
 
 import anyio
-from torch import nn
 
 from streamflow.config import OffloadConfig
 from streamflow.host_weights.load_inputs import LoadInputs
@@ -157,7 +156,7 @@ class _LoopThread:
 
 @contextmanager
 def offload(
-    model: nn.Module,
+    model: Any,
     config: OffloadConfig | Mapping[str, Any] | None = None,
     *,
     inputs: LoadInputs | None = None,
@@ -217,7 +216,7 @@ class StartedOffload:
 
 
 async def start_offload(
-    model: nn.Module,
+    model: Any,
     config: OffloadConfig | Mapping[str, Any] | None = None,
     *,
     inputs: LoadInputs | None = None,

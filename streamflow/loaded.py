@@ -6,13 +6,13 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
-from torch import nn
-
 from streamflow.config import OffloadConfig
 from streamflow.host_weights.load_inputs import LoadInputs
 from streamflow.host_weights.sharing import open_shared
 from streamflow.interrupts import uninterrupted
 from streamflow.opening import effective_config, open_module
+from streamflow.pipelines.discovery import is_pipeline
+from streamflow.pipelines.opening import open_pipeline
 from streamflow.runtime.offload import Offload
 from streamflow.stages.devices.base import Device
 
@@ -23,7 +23,7 @@ LOADED_ALREADY = "the model was loaded already"
 @asynccontextmanager
 @uninterrupted
 async def open_offload(
-    model: nn.Module,
+    model: Any,
     config: OffloadConfig | Mapping[str, Any] | None = None,
     *,
     inputs: LoadInputs | None = None,
@@ -52,7 +52,9 @@ async def open_offload(
     :raises StoreError: if the store must be used and cannot, or found what must not be.
     """
     config = effective_config(config)
-    if config.store_mode == "disabled":
+    if is_pipeline(model):
+        opened = open_pipeline(model, config, LOADED_ALREADY, device)
+    elif config.store_mode == "disabled":
         opened = open_module(model, config, LOADED_ALREADY, device)
     else:
         opened = open_shared(model, config, inputs if inputs is not None else LoadInputs(), device)

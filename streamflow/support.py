@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from torch import nn
 
@@ -65,11 +65,26 @@ def check_not_compiled_whole(model: nn.Module, blocks: Iterable[nn.Module]) -> N
             )
 
 
+def outside_of_compiled(model: nn.Module) -> Iterator[nn.Module]:
+    """The modules of ``model`` that can be called from outside: all but those inside of compiled ones."""
+    compiled = [module for module in model.modules() if _has_compiled(module)]
+    inside = {id(inner) for module in compiled for inner in module.modules() if inner is not module}
+    return (module for module in model.modules() if id(module) not in inside)
+
+
 def _is_compiled(module: nn.Module) -> bool:
     by_module_compile = module._compiled_call_impl is not None
     by_torch_compile = "_orig_mod" in module._modules
-    forward_alone = hasattr(module.__dict__.get("forward"), "_torchdynamo_orig_callable")
-    return by_module_compile or by_torch_compile or forward_alone
+    return by_module_compile or by_torch_compile or _is_compiled_function(module.__dict__.get("forward"))
+
+
+def _has_compiled(module: nn.Module) -> bool:
+    """Whether it is compiled, or one of its methods is."""
+    return _is_compiled(module) or any(map(_is_compiled_function, list(module.__dict__.values())))
+
+
+def _is_compiled_function(value: object) -> bool:
+    return callable(value) and hasattr(value, "_torchdynamo_orig_callable")
 
 
 def _what_it_is(model: object) -> tuple[str, str]:

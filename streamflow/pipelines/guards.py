@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import nn
@@ -54,12 +54,9 @@ def check_pipeline(pipeline: Any) -> None:
 
 
 class PipelineGuards:
-    """Instance attributes that shadow methods of a pipeline; `remove` takes them away again.
+    """Instance attributes that shadow methods of a pipeline with these components; `remove` takes them away again."""
 
-    ``modules`` are the components by name: giving the pipeline another one under such a name is refused, too.
-    """
-
-    def __init__(self, pipeline: Any, modules: Mapping[str, nn.Module]) -> None:
+    def __init__(self, pipeline: Any, modules: Sequence[nn.Module]) -> None:
         self._pipeline = pipeline
         self._modules = modules
         self._shadowed: list[str] = []
@@ -71,7 +68,7 @@ class PipelineGuards:
             if callable(getattr(self._pipeline, method, None)):
                 self._shadow(method, _refuse(f"{method}()", name, instead))
         if callable(getattr(self._pipeline, "to", None)):
-            self._shadow("to", _move(self._pipeline, list(self._modules.values())))
+            self._shadow("to", _move(self._pipeline, self._modules))
 
     def _shadow(self, attribute: str, value: object) -> None:
         if attribute not in vars(self._pipeline):
@@ -91,7 +88,7 @@ def _refuse(operation: str, name: str, instead: str) -> Callable[..., Any]:
     return refused
 
 
-def _move(pipeline: Any, modules: list[nn.Module]) -> Callable[..., Any]:
+def _move(pipeline: Any, modules: Sequence[nn.Module]) -> Callable[..., Any]:
     def to(*args: Any, **kwargs: Any) -> Any:
         for module in modules:  # each says whether it is where it is to be
             module.to(*args, **kwargs)
