@@ -221,9 +221,15 @@ class ResidencyLedger:
         for name, holding in self._holdings.items():
             if holding.presence is not Presence.ADMITTED:
                 continue
-            if self._budget is None or self.used_bytes + holding.nbytes <= self._budget:
+            if self._has_come_free(holding.nbytes):
                 holding.presence = Presence.ARRIVING
                 yield name
+
+    def _has_come_free(self, nbytes: int) -> bool:
+        """Whether there is room now. Without a budget nothing comes while something goes: memory may be short, too."""
+        if self._budget is None:
+            return all(holding.presence is not Presence.LEAVING for holding in self._holdings.values())
+        return self.used_bytes + nbytes <= self._budget
 
     def _grant(self) -> Iterator[Lease]:
         for name, holding in self._holdings.items():

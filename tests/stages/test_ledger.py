@@ -134,7 +134,9 @@ def test_what_is_kept_stays_until_somebody_asks_for_another() -> None:
     ledger.withdraw(2)
     assert ledger.decide() == Moves((), (), (), ())
     ledger.ask(1, "vae")
-    assert ledger.decide() == Moves(("encoder",), ("vae",), (), ())
+    assert ledger.decide() == Moves(("encoder",), (), (), ())
+    ledger.left("encoder")
+    assert ledger.decide() == Moves((), ("vae",), (), ())
 
 
 def test_the_last_lease_says_whether_a_component_is_kept() -> None:

@@ -1,4 +1,4 @@
-"""How whole pipelines are shown to be exact: a resident one with aligned weights, and what the streamed one may take."""
+"""How whole pipelines are shown to be exact: a resident one with aligned weights, and what memory they may take."""
 
 from __future__ import annotations
 

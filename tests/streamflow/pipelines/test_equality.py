@@ -1,4 +1,4 @@
-"""Whole pipelines of every family give the bytes of the resident ones, within their memory, and are left as they were."""
+"""Whole pipelines of every family give the bytes of the resident ones, within their memory, and stay as they were."""
 
 from __future__ import annotations
 
