@@ -23,6 +23,7 @@ Transfer = Literal["auto", "direct", "staged"]
 ResidentPlacement = Literal["spread", "leading"]
 StoreMode = Literal["disabled", "preferred", "required"]
 CloseMode = Literal["cut", "drain"]
+WarmUpFailure = Literal["error", "warn"]
 #: ``resident_blocks`` for: every block.
 ALL = "all"
 #: Options that are on or off.
@@ -99,6 +100,7 @@ class OffloadConfig:
             ``.gz`` compresses it. None: no file, and no trace unless ``trace_events`` asks for one.
         trace_events: how many events are kept, the newest, each about 400 bytes of host memory; a walk takes about ten
             for each block. None: 100,000 if there is a ``trace_path``, else none, which costs nothing.
+        warmup_failure: what a warm-up that fails does at opening: ``"error"`` raises, ``"warn"`` logs and goes on.
         poison_freed_slots: fill a slot before it is refilled; for tests.
 
     :raises ConfigurationError: if an option or a combination is not usable; it lists every problem.
@@ -134,6 +136,7 @@ class OffloadConfig:
     close_deadline_s: float = 25.0
     trace_path: str | os.PathLike[str] | None = None
     trace_events: int | None = None
+    warmup_failure: WarmUpFailure = "error"
     poison_freed_slots: bool = False
 
     def __attrs_post_init__(self) -> None:
@@ -239,6 +242,7 @@ def _problems(config: OffloadConfig) -> list[str]:
         _not_paths("stateful_modules", config.stateful_modules),
         *(_not_seconds(name, getattr(config, name)) for name in ("admission_window_s", "close_deadline_s")),
         _not_one_of("close_mode", config.close_mode, get_args(CloseMode)),
+        _not_one_of("warmup_failure", config.warmup_failure, get_args(WarmUpFailure)),
         _not_a_plan(config.plan),
         *_device_problems(config),
     ]

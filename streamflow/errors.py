@@ -89,6 +89,17 @@ class GradientError(StreamflowError, RuntimeError):
         )
 
 
+class WarmUpError(StreamflowError, RuntimeError):
+    """The warm-up of ``model`` failed, or cannot be done."""
+
+    def __init__(self, model: str, problem: str) -> None:
+        self.model, self.problem = model, problem
+        super().__init__(
+            f"the warm-up of {model} failed: {problem}; change the recipe, open with warmup=None, or with "
+            "warmup_failure='warn' to go on all the same"
+        )
+
+
 class DeviceBudgetError(StreamflowError, ValueError):
     """A component does not fit into the device budget beside what is always on the device."""
 

@@ -29,8 +29,10 @@ def check_model(model: object) -> None:
         raise UnsupportedModelError(type(model).__name__, *_what_it_is(model))
     for path, module in model.named_modules():
         for attribute, (what, fix) in _FOREIGN_HOOKS.items():
-            if _carries(module.__dict__.get(attribute)):
-                raise UnsupportedModelError(path or type(model).__name__, f"it carries {what}", fix)
+            hooks = module.__dict__.get(attribute)
+            if _carries(hooks):
+                which = ", ".join(getattr(hooks, "hooks", None) or (type(hooks).__name__,))
+                raise UnsupportedModelError(path or type(model).__name__, f"it carries {what} ({which})", fix)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if nn.parameter.is_lazy(tensor):
             raise UnsupportedModelError(name, "it is not initialised yet", "run the model once before opening")

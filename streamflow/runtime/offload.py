@@ -29,6 +29,7 @@ from streamflow.stages.errors import EngineBrokenError, EngineClosedError
 from streamflow.stages.events import ObservedEvent
 from streamflow.stages.observers import DEFAULT_CAPACITY
 from streamflow.stages.residency import Residency
+from streamflow.stages.statistics import EngineStatistics
 from streamflow.stages.threads import open_threads
 from streamflow.store.reports import StoreReport
 from streamflow.trace.tracing import Tracing
@@ -73,6 +74,7 @@ class Offload:
         self._sizes = sizes
         self._store_report = store_report
         self._outcomes = OutcomeCounter()
+        self._uncounted: EngineStatistics | None = None
         self._numbers = itertools.count(1)
         self._opened_by = os.getpid()
         self._tracing = tracing
@@ -127,6 +129,16 @@ class Offload:
             deadline_s=deadline_s,
         )
 
+    async def run_uncounted(self, work: Callable[[], Any]) -> Any:
+        """`run` for a dummy request of the owner's: when it has ended, `statistics` begins anew."""
+        uncounted = OffloadRequest(
+            self._prepare, self._admission, OutcomeCounter(), request_id="warm-up", priority=0, deadline_s=None
+        )
+        try:
+            return await uncounted.run(work)
+        finally:
+            self._uncounted = self._engine.statistics()
+
     def _prepare(self, call: partial[Any]) -> Request[Any]:
         check_work(call.func)
         self._check_open()
@@ -154,7 +166,7 @@ class Offload:
             occupancy=occupancy,
             outcomes=self._outcomes.counts,
             serialised_by=self._workplace.serialised_by,
-            engine=self._engine.statistics(),
+            engine=self._engine.statistics().since(self._uncounted),
         )
 
     def _staging(self) -> StagingStatistics | None:
