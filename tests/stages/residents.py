@@ -114,7 +114,7 @@ async def open_residents(
             movables,
             budget_bytes=budget_bytes,
             device=device,
-            transfer=DirectTransfer(device.open_copy_stream("copy")),
+            transfer=DirectTransfer(device.open_copy_stream("copy"), reads_any_memory=True),
             crew=crew,
             broadcast=broadcast,
             is_busy=lambda: residents.busy,

@@ -229,7 +229,7 @@ async def test_the_pipelines_own_offloading_is_refused_with_an_explanation(metho
     assert method not in vars(pipeline)
 
 
-@pytest.mark.parametrize("method", ["fuse_lora", "load_lora_weights", "set_adapters", "fuse_qkv_projections"])
+@pytest.mark.parametrize("method", ["fuse_lora", "load_lora_weights", "set_adapters"])
 async def test_what_would_change_components_is_refused(method: str) -> None:
     pipeline = FLUX.build()
     async with streamflow.open_offload(pipeline, device=CpuDevice()):
