@@ -101,9 +101,11 @@ class Engine:
         self._images = images
         self._window = window
         self._residents = residents
-        self._resident_events = {block: resident.event for block, resident in residents.items()}
+        #: The blocks that need not be fetched, each with the event by which it is there. The owner may add to them, on
+        #: the loop, and take away again what no pass can be inside of.
+        self.blocks_there: dict[int, Event] = {block: resident.event for block, resident in residents.items()}
         self._planner = planner
-        self._transfer = transfer
+        self.transfer = transfer
         self._copy_stream = copy_stream
         self._binder = binder
         self._open_watch = open_watch
@@ -147,7 +149,7 @@ class Engine:
             stale.end(completed=False)
         pass_id = next(self._pass_ids)
         self._mailboxes[pass_id] = place.mailbox
-        begun = Pass(pass_id, component, alone, place, self._window, self._resident_events, self._ring)
+        begun = Pass(pass_id, component, alone, place, self._window, self.blocks_there, self._ring)
         self._current[place.index] = begun  # before anybody hears of it, so that it is ended whatever happens now
         begun.begin()
         return begun
@@ -186,6 +188,11 @@ class Engine:
         """What broke the engine; None while it is sound."""
         return self._failure
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether a pass runs, or waits for a walk."""
+        return bool(self._mailboxes)
+
     def statistics(self) -> EngineStatistics:
         """The counters now."""
         waits = WaitTimes()
@@ -200,8 +207,8 @@ class Engine:
             streamed_bytes=self._streamed_bytes,
             resident_bytes=sum(resident.buffer.numel() for resident in self._residents.values()),
             window_bytes=sum(slot.buffer.numel() for slot in self._window),
-            scratch_bytes=self._transfer.scratch_bytes,
-            staging_bytes=self._transfer.staging_bytes,
+            scratch_bytes=self.transfer.scratch_bytes,
+            staging_bytes=self.transfer.staging_bytes,
             device_in_use_bytes=memory.in_use,
             device_peak_bytes=memory.peak,
             num_mailbox_waits=waits.num_mailbox_waits,
@@ -371,7 +378,7 @@ class Engine:
         self.broadcast.publish(FetchStarted(fetch.block, fetch.slot, fetch.generation, image.nbytes, fetch.on_demand))
         with self._timed(f"fetch of block {fetch.block}"):
             after = self._window.refill(fetch.slot, fetch.block, fetch.generation, self._copy_stream)
-            fetching = self._transfer.fetch(image, self._window[fetch.slot].buffer, after)
+            fetching = self.transfer.fetch(image, self._window[fetch.slot].buffer, after)
         if fetching.event is None:
             name = f"fetch of block {fetch.block}"
             self._nursery.start_soon(self._finish_fetch, fetch, is_counted, fetching, name=name)

@@ -77,6 +77,17 @@ class DeviceMemoryError(StreamflowError, MemoryError):
         )
 
 
+class NestedComponentError(StreamflowError, RuntimeError):
+    """A component was called inside another and there is no room for both; to wait for some could be for ever."""
+
+    def __init__(self, component: str, nbytes: int, used: int, budget: int | None) -> None:
+        self.component, self.nbytes, self.used, self.budget = component, nbytes, used, budget
+        super().__init__(
+            f"{component} ({nbytes:,} bytes) was called inside another component, and does not fit beside what is in "
+            f"use ({used:,} bytes of a budget of {budget or 0:,}); raise device_budget_bytes or call them in turn"
+        )
+
+
 class DeviceStreamError(StreamflowError, RuntimeError):
     """Work queued on a device stream failed; ``__cause__`` is the failure."""
 

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 import attrs
 
+from streamflow.stages.retention import Retention
+
 if TYPE_CHECKING:
     from streamflow.stages.devices.base import Event
 
@@ -173,6 +175,40 @@ class EngineFailed:
     error: BaseException
 
 
+@attrs.frozen
+class ComponentArrived:
+    """A component that moves as a whole is on the device; with it ``staged_bytes`` of such components are."""
+
+    component: str
+    nbytes: int
+    staged_bytes: int
+
+
+@attrs.frozen
+class ComponentLeft:
+    """Its device memory is free again; ``staged_bytes`` of others are still there."""
+
+    component: str
+    nbytes: int
+    staged_bytes: int
+
+
+@attrs.frozen
+class ComponentFailed:
+    """A component could not come to the device, or a call of it failed there."""
+
+    component: str
+    error: BaseException
+    staged_bytes: int
+
+
+@attrs.frozen
+class CacheDecided:
+    """What is done with the allocator's cache, decided at a component boundary or by force."""
+
+    retention: Retention
+
+
 #: What passes ring the doorbell with.
 PassMessage = (
     RequestStarted | RequestEnded | PassStarted | BlockWanted | BlockLeft | PassEnded | DeviceFailed | LinkTurn
@@ -196,4 +232,8 @@ ObservedEvent = (
     | SlotFree
     | SlowDeviceCall
     | EngineFailed
+    | ComponentArrived
+    | ComponentLeft
+    | ComponentFailed
+    | CacheDecided
 )

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import threading
 
+from streamflow.stages.devices.base import Event
 from streamflow.stages.errors import EngineBrokenError, EngineClosedError, StopForward
 from streamflow.stages.events import BlockReady
+
+#: What a question of a compute thread is answered by: events to wait for, or an exception to raise.
+Answer = tuple[Event, ...] | BaseException
 
 
 class Mailbox:
     """Block-ready messages from the loop to one compute thread.
 
-    The thread calls `begin`, `take`, `ask`, `wait` and `check`; the loop calls `post`; anyone calls `stop`, `break_off`
-    and `close`. Every wait ends by ready, stop, broken or closed. It holds at most one message for each slot of the
-    window.
+    The thread calls `begin`, `take`, `ask`, `wait`, `check`, `draw_ticket` and `wait_for_answer`; the loop calls `post`
+    and `answer`; anyone calls `stop`, `break_off` and `close`. Every wait ends by ready, answered, stop, broken or
+    closed. It holds at most one message for each slot of the window, and one answer.
     """
 
     def __init__(self) -> None:
@@ -24,6 +28,8 @@ class Mailbox:
         self._ready: dict[int, BlockReady] = {}
         self._pass_id: int | None = None
         self._serial = 0
+        self._ticket = 0
+        self._answer: Answer | None = None
         self._stopped = False
         self._broken: BaseException | None = None
         self._closed = False
@@ -75,6 +81,37 @@ class Mailbox:
                 taken = self._take(block)
             if taken is not None:
                 return taken
+            self._bell.acquire()
+
+    def draw_ticket(self) -> int:
+        """A number for one question to the loop, whose `answer` must carry it; earlier ones are void."""
+        with self._lock:
+            self._answer = None
+            self._ticket += 1
+            return self._ticket
+
+    def answer(self, ticket: int, answer: Answer) -> None:
+        """Deliver the answer to a question; one to an earlier question is dropped."""
+        with self._lock:
+            if ticket == self._ticket:
+                self._answer = answer
+                self._ring()
+
+    def wait_for_answer(self) -> tuple[Event, ...]:
+        """Block the thread until the question of the last ticket is answered; returns the events it is answered by.
+
+        :raises StopForward: if the request is stopped.
+        :raises EngineBrokenError: if the engine failed.
+        :raises BaseException: if it is answered by this exception.
+        """
+        while True:
+            with self._lock:
+                self._check()
+                answer, self._answer = self._answer, None
+            if isinstance(answer, BaseException):
+                raise answer
+            if answer is not None:
+                return answer
             self._bell.acquire()
 
     def check(self) -> None:

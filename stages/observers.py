@@ -12,13 +12,15 @@ from streamflow.stages.events import ObservedEvent
 
 #: Events an observer may lag behind before it loses the newest.
 DEFAULT_CAPACITY = 4096
+#: Classes of events; None stands for all.
+Kinds = tuple[type, ...] | None
 
 
 class Broadcast:
     """Tells every observer of every event, without waiting for any. On the loop only."""
 
     def __init__(self) -> None:
-        self._subscriptions: list[MemoryObjectSendStream[ObservedEvent]] = []
+        self._subscriptions: dict[MemoryObjectSendStream[ObservedEvent], Kinds] = {}
         self._listeners: tuple[Callable[[ObservedEvent], None], ...] = ()
         self._num_dropped = 0
 
@@ -36,22 +38,30 @@ class Broadcast:
         """Hand ``event`` to each observer that has room; for the others it is counted as dropped."""
         for listener in self._listeners:
             listener(event)
-        for send in self._subscriptions:
-            try:
-                send.send_nowait(event)
-            except (anyio.WouldBlock, anyio.BrokenResourceError):
-                self._num_dropped += 1
+        for send, kinds in self._subscriptions.items():
+            if kinds is None or isinstance(event, kinds):
+                self._send(send, event)
+
+    def _send(self, send: MemoryObjectSendStream[ObservedEvent], event: ObservedEvent) -> None:
+        try:
+            send.send_nowait(event)
+        except (anyio.WouldBlock, anyio.BrokenResourceError):
+            self._num_dropped += 1
 
     @contextmanager
-    def subscribe(self, capacity: int = DEFAULT_CAPACITY) -> Iterator[MemoryObjectReceiveStream[ObservedEvent]]:
-        """A channel of all events from here on; it ends when the engine closes. ``capacity`` is in events."""
+    def subscribe(
+        self, capacity: int = DEFAULT_CAPACITY, kinds: Kinds = None
+    ) -> Iterator[MemoryObjectReceiveStream[ObservedEvent]]:
+        """A channel of all events from here on; it ends when the engine closes. ``capacity`` is in events.
+
+        ``kinds``: only events of these classes; None: all.
+        """
         send, receive = anyio.create_memory_object_stream[ObservedEvent](capacity)
-        self._subscriptions.append(send)
+        self._subscriptions[send] = kinds
         try:
             yield receive
         finally:
-            if send in self._subscriptions:
-                self._subscriptions.remove(send)
+            self._subscriptions.pop(send, None)
             send.close()
             receive.close()
 

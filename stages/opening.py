@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager, suppress
 from functools import partial
 
@@ -52,13 +52,15 @@ async def open_engine(
     crew: ThreadCrew,
     components: Mapping[str, Mapping[int, BlockImage]],
     residents: Sequence[int],
+    movable: Collection[int] = (),
     options: EngineOptions,
     open_transfer: OpenTransfer,
     binder: Binder,
     walk_source: WalkSource | None = None,
 ) -> AsyncIterator[Engine]:
     """An engine over ``components``: for each, by name, the images of its blocks, in expected execution order. Blocks
-    are integers, each in one component. ``residents`` are loaded once and stay.
+    are integers, each in one component. ``residents`` are loaded once and stay; the ``movable`` come and go with what
+    the caller does (see `Engine.blocks_there`) and are there whenever a pass enters them; the others stream.
 
     ``device`` is open and ``crew`` runs; both stay the caller's. The caller sees to it that no pass runs any more when
     it leaves. Leaving, in this order and also under cancellation: fetches under way are finished, device work is
@@ -68,7 +70,8 @@ async def open_engine(
     :raises SourceReadError: if a resident cannot be read.
     """
     images = {block: image for blocks in components.values() for block, image in blocks.items()}
-    streamed = {block: image for block, image in images.items() if block not in set(residents)}
+    elsewhere = {*residents, *movable}
+    streamed = {block: image for block, image in images.items() if block not in elsewhere}
     num_slots = min(options.window_slots, len(streamed))
     orders = {name: [block for block in blocks if block in streamed] for name, blocks in components.items()}
     planner = WalkPlanner(orders, num_slots, walk_source or SharedWalks(options.num_places))

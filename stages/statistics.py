@@ -34,3 +34,29 @@ class EngineStatistics:
     num_slow_device_calls: int
     num_late_messages: int
     num_dropped_events: int
+
+    def since(self, earlier: EngineStatistics | None) -> EngineStatistics:
+        """What was done since ``earlier`` (None: since the opening). What is held, and the peak, are as they are."""
+        if earlier is None:
+            return self
+        changes = {name: getattr(self, name) - getattr(earlier, name) for name in _COUNTED}
+        return attrs.evolve(self, **changes)
+
+
+#: The fields that only grow.
+_COUNTED = (
+    "num_walks",
+    "num_passes",
+    "num_fetches",
+    "num_on_demand_fetches",
+    "streamed_bytes",
+    "num_mailbox_waits",
+    "mailbox_wait_s",
+    "event_wait_s",
+    "run_ahead_wait_s",
+    "hooks_cpu_s",
+    "num_blocks_run",
+    "num_slow_device_calls",
+    "num_late_messages",
+    "num_dropped_events",
+)

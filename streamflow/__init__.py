@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from streamflow.store.options import StoreOptions
     from streamflow.store.reports import StoreOutcome, StoreReport
     from streamflow.streamed import open_streamed
+    from streamflow.warmup import WarmUpRecipe
     from streamflow.weights.topology import WeightTopology
 
 __all__ = [
@@ -37,6 +38,7 @@ __all__ = [
     "StoreOutcome",
     "StoreReport",
     "StreamflowError",
+    "WarmUpRecipe",
     "WeightTopology",
     "__version__",
     "offload",
@@ -57,6 +59,7 @@ _HOMES = {
     "StoreOutcome": "streamflow.store.reports",
     "StoreReport": "streamflow.store.reports",
     "StreamflowError": "streamflow.stages.errors",
+    "WarmUpRecipe": "streamflow.warmup",
     "WeightTopology": "streamflow.weights.topology",
     "offload": "streamflow.facade",
     "open_offload": "streamflow.loaded",

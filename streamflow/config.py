@@ -13,6 +13,7 @@ import attrs
 import torch
 
 from streamflow.errors import ConfigurationError
+from streamflow.pipelines.policy import checked_policy
 from streamflow.plan import OffloadPlan
 from streamflow.store.errors import StoreOptionsError
 from streamflow.store.options import StoreOptions
@@ -22,6 +23,7 @@ Transfer = Literal["auto", "direct", "staged"]
 ResidentPlacement = Literal["spread", "leading"]
 StoreMode = Literal["disabled", "preferred", "required"]
 CloseMode = Literal["cut", "drain"]
+WarmUpFailure = Literal["error", "warn"]
 #: ``resident_blocks`` for: every block.
 ALL = "all"
 #: Options that are on or off.
@@ -68,6 +70,10 @@ class OffloadConfig:
         run_ahead_blocks: how far, in blocks, the host may run ahead of the device; None: 2 x window + 2.
         device: where blocks compute, e.g. ``"cuda:0"`` or ``"cpu"``; None: cuda where there is one, else cpu.
         plan: the stacks and their residents, declared; None: taken from the model or discovered.
+        components: which encoders, VAEs and other parts of a pipeline may do what it declares of them (True), and which
+            stay on the device whole (False), by name, with an optional ``"default"``; None: all as declared.
+        device_budget_bytes: device bytes that weights may take altogether: window, residents, what is always there, and
+            components while they are used; None: no limit. Activations are not in it.
         topology: how the weights are spread over ranks and converted, as far as it decides whether a checkpoint can be
             streamed as it lies in its files, and which stored weights are this rank's.
         store_mode: ``"disabled"`` never looks at the host weight store. ``"preferred"`` takes an entry that is there,
@@ -94,9 +100,11 @@ class OffloadConfig:
             ``.gz`` compresses it. None: no file, and no trace unless ``trace_events`` asks for one.
         trace_events: how many events are kept, the newest, each about 400 bytes of host memory; a walk takes about ten
             for each block. None: 100,000 if there is a ``trace_path``, else none, which costs nothing.
+        warmup_failure: what a warm-up that fails does at opening: ``"error"`` raises, ``"warn"`` logs and goes on.
         poison_freed_slots: fill a slot before it is refilled; for tests.
 
     :raises ConfigurationError: if an option or a combination is not usable; it lists every problem.
+    :raises ComponentPolicyTypeError: if ``components`` is no mapping of names to booleans.
     """
 
     window_blocks: int = 2
@@ -113,6 +121,8 @@ class OffloadConfig:
     run_ahead_blocks: int | None = None
     device: str | torch.device | None = None
     plan: OffloadPlan | None = None
+    components: Mapping[str, bool] | None = attrs.field(default=None, converter=checked_policy, hash=False)
+    device_budget_bytes: int | None = None
     topology: WeightTopology = attrs.field(factory=WeightTopology, metadata={GROUP: WeightTopology})
     store_mode: StoreMode = "disabled"
     remap_after_publish: bool = True
@@ -126,6 +136,7 @@ class OffloadConfig:
     close_deadline_s: float = 25.0
     trace_path: str | os.PathLike[str] | None = None
     trace_events: int | None = None
+    warmup_failure: WarmUpFailure = "error"
     poison_freed_slots: bool = False
 
     def __attrs_post_init__(self) -> None:
@@ -220,6 +231,7 @@ def _problems(config: OffloadConfig) -> list[str]:
         _not_an_int("host_registration_limit_bytes", config.host_registration_limit_bytes, minimum=0, optional=True),
         _not_an_int("registration_piece_bytes", config.registration_piece_bytes, minimum=mmap.PAGESIZE),
         _not_a_duration("probe_deadline_s", config.probe_deadline_s),
+        _not_an_int("device_budget_bytes", config.device_budget_bytes, minimum=1, optional=True),
         None if config.resident_blocks == ALL else _not_resident_count(config.resident_blocks),
         _not_one_of("resident_placement", config.resident_placement, get_args(ResidentPlacement)),
         _not_one_of("transfer", config.transfer, get_args(Transfer)),
@@ -230,6 +242,7 @@ def _problems(config: OffloadConfig) -> list[str]:
         _not_paths("stateful_modules", config.stateful_modules),
         *(_not_seconds(name, getattr(config, name)) for name in ("admission_window_s", "close_deadline_s")),
         _not_one_of("close_mode", config.close_mode, get_args(CloseMode)),
+        _not_one_of("warmup_failure", config.warmup_failure, get_args(WarmUpFailure)),
         _not_a_plan(config.plan),
         *_device_problems(config),
     ]

@@ -15,6 +15,8 @@ from streamflow.plan import OffloadPlan
 PLAN_ATTRIBUTE = "streamflow_plan"
 #: Attributes by which model classes elsewhere name their block lists; each holds a path or a sequence of paths.
 DECLARED_NAMES = ("_layerwise_offload_blocks_attrs", "_layerwise_offload_blocks_attr")
+#: Attribute by which model classes elsewhere name the classes of modules that belong on one device.
+WHOLE_CLASSES_ATTRIBUTE = "_no_split_modules"
 #: A block list found by looking counts if it holds at least this share of the model's bytes.
 MIN_SHARE = 0.05
 
@@ -32,8 +34,8 @@ class Block:
 def find_blocks(model: nn.Module, plan: OffloadPlan | None = None) -> tuple[Block, ...]:
     """The blocks of ``model`` in expected execution order; a module that comes twice is one block.
 
-    ``plan`` None: the model's own plan, else its declared attribute names, else the outermost module lists that hold
-    at least a twentieth of its bytes.
+    ``plan`` None: the model's own plan, else its declared attribute names, else its outermost module lists: those of
+    modules that its class says are not to be split, or, where there are none, those that hold a twentieth of its bytes.
 
     :raises PlanError: if a path does not lead to a list of modules, if lists are nested in each other, or if nothing
         is found; it lists the block lists of the model.
@@ -76,16 +78,26 @@ def block_list_paths(model: nn.Module) -> list[str]:
 
 
 def _discovered_plan(model: nn.Module) -> OffloadPlan:
-    total = _parameter_bytes([model])
     lists = [(path, module) for path, module in _outermost_lists(model) if _could_be_a_stack(module)]
-    large = [path for path, module in lists if _parameter_bytes(module) >= MIN_SHARE * total > 0]
-    if not large:
+    chosen = _of_whole_classes(model, lists) or _large(model, lists)
+    if not chosen:
         raise PlanError(
             f"no block list was found in {type(model).__name__}: declare one with OffloadPlan(stacks=(...)); a stack "
             "is an nn.ModuleList (or sequence of modules) whose members run one after the other",
             block_list_paths(model),
         )
-    return OffloadPlan(stacks=tuple(large))
+    return OffloadPlan(stacks=chosen)
+
+
+def _of_whole_classes(model: nn.Module, lists: Iterable[tuple[str, nn.ModuleList]]) -> tuple[str, ...]:
+    """The lists of such modules as the model's class says are not to be split over devices."""
+    classes = getattr(model, WHOLE_CLASSES_ATTRIBUTE, None) or ()
+    return tuple(path for path, blocks in lists if all(type(block).__name__ in classes for block in blocks))
+
+
+def _large(model: nn.Module, lists: Iterable[tuple[str, nn.ModuleList]]) -> tuple[str, ...]:
+    total = _parameter_bytes([model])
+    return tuple(path for path, blocks in lists if _parameter_bytes(blocks) >= MIN_SHARE * total > 0)
 
 
 def _outermost_lists(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.ModuleList]]:

@@ -15,6 +15,18 @@ class ConfigurationError(StreamflowError, ValueError):
         super().__init__("the offload configuration is not usable:" + "".join(f"\n- {text}" for text in problems))
 
 
+class ComponentPolicyTypeError(StreamflowError, TypeError):
+    """The ``components`` option is no mapping of names to booleans."""
+
+
+class ComponentPolicyError(StreamflowError, ValueError):
+    """The ``components`` option names what it cannot decide about; ``known`` are the names that it can."""
+
+    def __init__(self, problem: str, known: Sequence[str]) -> None:
+        self.problem, self.known = problem, tuple(known)
+        super().__init__(f"{problem}; components may name: {', '.join((*known, 'default')) if known else 'nothing'}")
+
+
 class PlanError(StreamflowError, ValueError):
     """No blocks can be streamed as asked; ``candidates`` are the paths that could have been meant."""
 
@@ -41,14 +53,18 @@ class AlreadyAttachedError(StreamflowError, RuntimeError):
 
 
 class RefusedWhileAttachedError(StreamflowError, RuntimeError):
-    """An operation that would read or write weights which are not there while the module is streamed."""
+    """An operation that would read or write weights which are not there while the module is streamed.
 
-    def __init__(self, operation: str, name: str) -> None:
-        self.operation, self.name = operation, name
-        super().__init__(
-            f"{operation} of {name} is refused while it is streamed: most of its weights are not on the device; "
-            "do it before opening the offload or after closing it (state_dict() works at any time)"
+    ``instead`` is what to do; None: the same, before opening the offload or after closing it.
+    """
+
+    def __init__(self, operation: str, name: str, instead: str | None = None) -> None:
+        self.operation, self.name, self.instead = operation, name, instead
+        advice = (
+            "most of its weights are not on the device; do it before opening the offload or after closing it "
+            "(state_dict() works at any time)"
         )
+        super().__init__(f"{operation} of {name} is refused while it is streamed: {instead or advice}")
 
 
 class WeightsChangedError(StreamflowError, RuntimeError):
@@ -70,6 +86,40 @@ class GradientError(StreamflowError, RuntimeError):
         super().__init__(
             f"{block} is streamed and was called with gradients enabled and something that requires them; its slot "
             "is reused before a backward could run: call the model under torch.no_grad() or torch.inference_mode()"
+        )
+
+
+class WarmUpError(StreamflowError, RuntimeError):
+    """The warm-up of ``model`` failed, or cannot be done."""
+
+    def __init__(self, model: str, problem: str) -> None:
+        self.model, self.problem = model, problem
+        super().__init__(
+            f"the warm-up of {model} failed: {problem}; change the recipe, open with warmup=None, or with "
+            "warmup_failure='warn' to go on all the same"
+        )
+
+
+class DeviceBudgetError(StreamflowError, ValueError):
+    """A component does not fit into the device budget beside what is always on the device."""
+
+    def __init__(self, component: str, nbytes: int, always: int, budget: int) -> None:
+        self.component, self.nbytes, self.always, self.budget = component, nbytes, always, budget
+        super().__init__(
+            f"{component} takes {nbytes:,} bytes, and window, residents and fixed tensors take {always:,}: together "
+            f"more than device_budget_bytes={budget:,}; raise it, use fewer window_blocks or resident blocks, or "
+            "stream an encoder's blocks (OffloadPlan(encoder_stacks=...))"
+        )
+
+
+class NestedPassError(StreamflowError, RuntimeError):
+    """A streamed component was called inside another streamed one: both would need the window at once."""
+
+    def __init__(self, component: str, inside: str) -> None:
+        self.component, self.inside = component, inside
+        super().__init__(
+            f"{component} was called inside a forward of {inside}, and both stream their blocks; call one after the "
+            f"other, or keep {component} on the device (components={{'{component}': False}})"
         )
 
 

@@ -11,7 +11,6 @@ from contextlib import AbstractAsyncContextManager, contextmanager
 from typing import Any, Literal, ParamSpec, TypeVar
 
 import anyio
-from torch import nn
 
 from streamflow.config import OffloadConfig
 from streamflow.host_weights.load_inputs import LoadInputs
@@ -22,6 +21,7 @@ from streamflow.stages.devices.base import Device
 from streamflow.stages.errors import EngineClosedError
 from streamflow.stages.signals import ThreadEvent, loop_waker
 from streamflow.stages.threads import open_threads
+from streamflow.warmup import WarmUp
 
 Params = ParamSpec("Params")
 Result = TypeVar("Result")
@@ -170,10 +170,11 @@ class _LoopThread:
 
 @contextmanager
 def offload(
-    model: nn.Module,
+    model: Any,
     config: OffloadConfig | Mapping[str, Any] | None = None,
     *,
     inputs: LoadInputs | None = None,
+    warmup: WarmUp = None,
     device: Device | None = None,
 ) -> Iterator[Offload]:
     """`open_offload` where there is no event loop: call the model directly from any thread while it is open.
@@ -183,7 +184,7 @@ def offload(
     leaves nothing open, and one that comes while it closes is raised when it has. See `open_offload` for arguments and
     errors.
     """
-    thread = _LoopThread(open_offload(model, config, inputs=inputs, device=device))
+    thread = _LoopThread(open_offload(model, config, inputs=inputs, warmup=warmup, device=device))
     try:
         yield thread.open()
     finally:
@@ -230,10 +231,11 @@ class StartedOffload:
 
 
 async def start_offload(
-    model: nn.Module,
+    model: Any,
     config: OffloadConfig | Mapping[str, Any] | None = None,
     *,
     inputs: LoadInputs | None = None,
+    warmup: WarmUp = None,
     device: Device | None = None,
 ) -> StartedOffload:
     """`open_offload` where opening and closing happen in different tasks (notebook cells, replicas, fixtures).
@@ -242,7 +244,7 @@ async def start_offload(
     having done so closes it at exit, and waits for that for ten seconds at most. A cancelled call leaves nothing open.
     See `open_offload` for arguments and errors.
     """
-    thread = _LoopThread(open_offload(model, config, inputs=inputs, device=device))
+    thread = _LoopThread(open_offload(model, config, inputs=inputs, warmup=warmup, device=device))
     try:
         async with open_threads() as crew:
             await crew.call(thread.open, on_cancel=thread.stop, name="start of an offload")

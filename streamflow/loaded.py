@@ -6,15 +6,16 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
-from torch import nn
-
 from streamflow.config import OffloadConfig
 from streamflow.host_weights.load_inputs import LoadInputs
 from streamflow.host_weights.sharing import open_shared
 from streamflow.interrupts import uninterrupted
 from streamflow.opening import effective_config, open_module
+from streamflow.pipelines.discovery import is_pipeline
+from streamflow.pipelines.opening import open_pipeline
 from streamflow.runtime.offload import Offload
 from streamflow.stages.devices.base import Device
+from streamflow.warmup import WarmUp, warm_up
 
 #: Why the weights of a model that was given to `open_offload` are taken from it.
 LOADED_ALREADY = "the model was loaded already"
@@ -23,10 +24,11 @@ LOADED_ALREADY = "the model was loaded already"
 @asynccontextmanager
 @uninterrupted
 async def open_offload(
-    model: nn.Module,
+    model: Any,
     config: OffloadConfig | Mapping[str, Any] | None = None,
     *,
     inputs: LoadInputs | None = None,
+    warmup: WarmUp = None,
     device: Device | None = None,
 ) -> AsyncIterator[Offload]:
     """Streams ``model`` while the context is open; its outputs are byte-identical to those of the resident model.
@@ -40,6 +42,13 @@ async def open_offload(
     mapping that all processes share, and keep it after leaving; without an entry it is published first. ``inputs`` says
     what the store has to know of how the model was loaded.
 
+    ``model`` may be a whole pipeline, too (of diffusers, or anything whose ``components`` are a mapping with modules in
+    it): its transformers stream, its encoders and VAEs come to the device while they are used, within
+    ``config.device_budget_bytes``, and an unmodified pipeline runs under `Offload.run`.
+
+    ``warmup`` is a dummy request that is run before this returns: True for the one that the pipeline's class declares
+    (else one step), a `WarmUpRecipe` or a mapping of one, or a function; None for none.
+
     ``config`` may be a mapping of options; None is all defaults. ``device`` replaces the backend that
     ``config.device`` names, for modelled hardware.
 
@@ -47,14 +56,20 @@ async def open_offload(
     :raises PlanError: if no blocks are found; it lists what could be meant.
     :raises UnsupportedModelError: if the model is none, or holds tensors that cannot be re-pointed exactly.
     :raises AlreadyAttachedError: if the model, or a part of it, is attached already.
+    :raises ComponentPolicyError: if ``config.components`` names what it cannot decide about.
+    :raises DeviceBudgetError: if a component does not fit into the budget.
+    :raises WarmUpError: if the warm-up fails.
     :raises DeviceMemoryError: if window, residents and fixed tensors do not fit on the device.
     :raises HostMemoryError: if page-locked images do not fit on the host.
     :raises StoreError: if the store must be used and cannot, or found what must not be.
     """
     config = effective_config(config)
-    if config.store_mode == "disabled":
+    if is_pipeline(model):
+        opened = open_pipeline(model, config, LOADED_ALREADY, device)
+    elif config.store_mode == "disabled":
         opened = open_module(model, config, LOADED_ALREADY, device)
     else:
         opened = open_shared(model, config, inputs if inputs is not None else LoadInputs(), device)
     async with opened as offload:
+        await warm_up(offload, model, warmup, on_failure=config.warmup_failure)
         yield offload

@@ -2,32 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
-from streamflow.attachment import Interceptions, attach
-from streamflow.binding.blocks import BoundBlock
+from streamflow.attachment import Interceptions, around_staged, around_streamed, attach
+from streamflow.binding.blocks import BlockBinder, BoundBlock
+from streamflow.binding.calls import Interception, MethodInterception
 from streamflow.binding.guards import claimed
 from streamflow.binding.inventory import Inventory, take_inventory
-from streamflow.binding.module_state import find_stateful
-from streamflow.binding.poison import Poison
+from streamflow.component_parts import BoundComponent, ComponentToOpen, MakeSource, bind_components
 from streamflow.config import ALL, OffloadConfig
 from streamflow.discovery import find_blocks
-from streamflow.errors import ConfigurationError
+from streamflow.errors import ComponentPolicyError, ConfigurationError
+from streamflow.moving import open_moving
+from streamflow.pipelines.policy import Behaviour
 from streamflow.residency import choose_residents
 from streamflow.runtime.admission import Admission
 from streamflow.runtime.component import StreamedComponent
-from streamflow.runtime.offload import ModelSizes, Offload
-from streamflow.runtime.state_gate import StateGate
+from streamflow.runtime.gates import gates_of
+from streamflow.runtime.offload import Offload
+from streamflow.runtime.sizes import sizes_of
+from streamflow.runtime.staged_component import StagedComponent
+from streamflow.runtime.workplace import Workplace
 from streamflow.stages.devices.base import Device, Stream
 from streamflow.stages.devices.cpu import CpuDevice
 from streamflow.stages.devices.cuda import CudaDevice
 from streamflow.stages.engine import Engine
-from streamflow.stages.opening import EngineOptions, open_engine
+from streamflow.stages.images import BlockImage
+from streamflow.stages.opening import EngineOptions, OpenTransfer, open_engine
+from streamflow.stages.places import Place
+from streamflow.stages.residency import Residency
 from streamflow.stages.threads import ThreadCrew, open_threads
 from streamflow.stages.transfers.base import Transfer
 from streamflow.stages.transfers.direct import DirectTransfer
@@ -39,9 +47,6 @@ from streamflow.trace.engine import EngineTrace
 from streamflow.trace.tracing import Tracing, open_tracing
 from streamflow.transfer_choice import SourceCandidate, TransferChoice, choose, why_not_page_locked
 from streamflow.weights.source import ModuleSource, WeightSource
-
-#: Makes the source once the blocks are known.
-MakeSource = Callable[[Inventory, tuple[BoundBlock, ...], Device], WeightSource]
 
 
 @asynccontextmanager
@@ -102,21 +107,45 @@ async def open_with_source(
     report: StoreReport | None = None,
 ) -> AsyncIterator[Offload]:
     """An offload of a claimed model that streams from any source; ``report`` is what the store did for it."""
+    if config.components:
+        raise ComponentPolicyError("components is about a pipeline's encoders and VAEs, and this is one model", ())
+    name, residents = type(model).__name__, resident_blocks(inventory, config)
+    component = ComponentToOpen(name, model, Behaviour.STREAMED, inventory, make_source, residents)
+    async with open_components([component], config, device, report) as offload:
+        yield offload
+
+
+@asynccontextmanager
+async def open_components(
+    components: Sequence[ComponentToOpen],
+    config: OffloadConfig,
+    device: Device | None,
+    report: StoreReport | None = None,
+    *,
+    moves: bool = False,
+) -> AsyncIterator[Offload]:
+    """An offload over claimed components: one engine, one window, one admission. The steps in order, each undone on
+    the way back.
+
+    ``moves``: components come to the device for those who use them, and go; else all that is resident is so for good.
+    """
     backend = backend_of(device, config)
-    residents = _residents(inventory, config)
-    poison = Poison(backend.torch_device)
-    bound = tuple(BoundBlock(tensors, poison) for tensors in inventory.blocks)
-    async with open_threads() as crew, _opened(backend, crew), open_tracing(config, backend, crew) as tracing:
-        source = make_source(inventory, bound, backend)
+    async with AsyncExitStack() as stack:
+        crew = await stack.enter_async_context(open_threads())
+        await stack.enter_async_context(_opened(backend, crew))
+        tracing = await stack.enter_async_context(open_tracing(config, backend, crew))
+        sources = await stack.enter_async_context(AsyncExitStack())
+        bound = []
+        for component in bind_components(components, backend):
+            sources.push_async_callback(crew.call_through, component.source.release)
+            bound.append(component)
         offload = None
         try:
-            async with _open_attached(
-                model, inventory, bound, residents, source, backend, crew, config, report, tracing
-            ) as offload:
+            async with _open_bound(bound, backend, crew, config, report, moves, tracing) as offload:
                 yield offload
         finally:
             try:
-                await crew.call_through(source.release)
+                await sources.aclose()
             finally:
                 if offload is not None:
                     offload.mark_closed()
@@ -132,73 +161,115 @@ async def _opened(device: Device, crew: ThreadCrew) -> AsyncIterator[None]:
 
 
 @asynccontextmanager
-async def _open_attached(
-    model: nn.Module,
-    inventory: Inventory,
-    bound: tuple[BoundBlock, ...],
-    residents: tuple[int, ...],
-    source: WeightSource,
+async def _open_bound(
+    components: Sequence[BoundComponent],
     device: Device,
     crew: ThreadCrew,
     config: OffloadConfig,
     report: StoreReport | None,
+    moves: bool,
     tracing: Tracing,
 ) -> AsyncIterator[Offload]:
-    name = type(model).__name__
-    async with attach(model, name, inventory, bound, source, device, crew) as attachment:
-        choice = _choose(config, device, source)
-        trace = tracing.engine({name: source.images})
-        opened = open_engine(
-            device=trace.device(device),
-            crew=crew,
-            components={name: source.images},
-            residents=residents,
-            options=EngineOptions(
-                window_slots=config.window_blocks,
-                num_places=config.max_running_requests,
-                run_ahead_blocks=config.run_ahead_blocks,
-                poison_freed_slots=config.poison_freed_slots,
-            ),
-            open_transfer=trace.opener(_transfer_opener(choice, source, config, trace)),
-            binder=attachment.binder,
-            walk_source=SharedWalks(config.effective_passes_per_walk, config.admission_window_s),
+    async with AsyncExitStack() as stack:
+        attachments = [await stack.enter_async_context(attach(component, device, crew)) for component in components]
+        choice = _choose(config, device, components)
+        binder = BlockBinder([block for component in components for block in component.blocks])
+        streamed = {c.name: c.images for c in components if c.given.behaviour is Behaviour.STREAMED}
+        trace = tracing.engine(streamed)
+        opened = _open_engine(components, streamed, binder, device, crew, config, choice, moves, trace)
+        engine = await stack.enter_async_context(opened)
+        residency = None
+        if moves:
+            fixed_bytes = sum(attachment.fixed.nbytes for attachment in attachments)
+            moving = open_moving(components, binder, engine, device, crew, config, fixed_bytes)
+            residency = await stack.enter_async_context(moving)
+        workplace = await stack.enter_async_context(_open_workplace(engine, device, residency, components, config))
+        trace.attach(engine)
+        interceptions = Interceptions(_interceptions(components, engine, device, workplace))
+        offload = Offload(
+            config=config,
+            device=device,
+            engine=engine,
+            workplace=workplace,
+            residency=residency,
+            choice=choice,
+            registration=components[0].source.registration,
+            sizes=sizes_of(components, attachments),
+            store_report=report,
+            tracing=tracing,
         )
-        async with opened as engine, _open_admission(engine, config) as admission:
-            trace.attach(engine)
-            stateful = find_stateful(model, config.stateful_modules)
-            streamed = frozenset(key for block in bound for key, _ in block.identities())
-            gate = StateGate(model, stateful, streamed, watched=config.stateful_modules is None and not stateful)
-            component = StreamedComponent(name, engine, bound, device, admission, gate)
-            modules = [tensors.block.module for tensors in inventory.blocks]
-            interceptions = Interceptions(model, modules, component)
-            offload = Offload(
-                config=config,
-                device=device,
-                engine=engine,
-                component=component,
-                admission=admission,
-                gate=gate,
-                choice=choice,
-                registration=source.registration,
-                sizes=_sizes(inventory, len(residents), attachment.fixed.nbytes, source),
-                store_report=report,
-                tracing=tracing,
-            )
+        try:
+            interceptions.install()
+            yield offload
+        finally:
             try:
-                interceptions.install()
-                yield offload
+                await offload.drain()
             finally:
-                try:
-                    await offload.drain()
-                finally:
-                    interceptions.remove()
+                interceptions.remove()
+
+
+def _open_engine(
+    components: Sequence[BoundComponent],
+    streamed: Mapping[str, Mapping[int, BlockImage]],
+    binder: BlockBinder,
+    device: Device,
+    crew: ThreadCrew,
+    config: OffloadConfig,
+    choice: TransferChoice,
+    moves: bool,
+    trace: EngineTrace,
+) -> AbstractAsyncContextManager[Engine]:
+    residents = [number for component in components for number in component.residents]
+    images = [image for component in components for image in component.images.values()]
+    return open_engine(
+        device=trace.device(device),
+        crew=crew,
+        components=streamed,
+        residents=() if moves else residents,
+        movable=residents if moves else (),
+        options=EngineOptions(
+            window_slots=config.window_blocks,
+            num_places=config.max_running_requests,
+            run_ahead_blocks=config.run_ahead_blocks,
+            poison_freed_slots=config.poison_freed_slots,
+        ),
+        open_transfer=trace.opener(_transfer_opener(choice, images, config, trace)),
+        binder=binder,
+        walk_source=SharedWalks(config.effective_passes_per_walk, config.admission_window_s),
+    )
+
+
+def _interceptions(
+    components: Sequence[BoundComponent], engine: Engine, device: Device, workplace: Workplace
+) -> Iterator[Interception | MethodInterception]:
+    for component in components:
+        given = component.given
+        if given.behaviour is Behaviour.STREAMED:
+            modules = [tensors.block.module for tensors in given.inventory.blocks]
+            streamed = StreamedComponent(given.name, engine, component.blocks, workplace, component.first_block)
+            yield from around_streamed(given.module, modules, streamed)
+        elif given.behaviour is Behaviour.STAGED:
+            staged = StagedComponent(given.name, component.blocks[0], device, workplace)
+            yield from around_staged(given.module, staged)
 
 
 @asynccontextmanager
-async def _open_admission(engine: Engine, config: OffloadConfig) -> AsyncIterator[Admission]:
-    admission = Admission(engine.places, engine.end_request, config.max_waiting_requests)
+async def _open_workplace(
+    engine: Engine,
+    device: Device,
+    residency: Residency | None,
+    components: Sequence[BoundComponent],
+    config: OffloadConfig,
+) -> AsyncIterator[Workplace]:
+    gates = gates_of(components, config.stateful_modules)
+
+    def clean(place: Place) -> None:
+        workplace.clean(place)
+
+    admission = Admission(engine.places, clean, config.max_waiting_requests)
+    workplace = Workplace(engine, device, admission, residency, gates)
     try:
-        yield admission
+        yield workplace
     finally:
         await admission.close()
 
@@ -221,7 +292,11 @@ def make_device(config: OffloadConfig) -> Device:
     return CudaDevice(device) if device.type == "cuda" else CpuDevice()
 
 
-def _residents(inventory: Inventory, config: OffloadConfig) -> tuple[int, ...]:
+def resident_blocks(inventory: Inventory, config: OffloadConfig) -> tuple[int, ...]:
+    """The blocks that are to be resident, by their index.
+
+    :raises ConfigurationError: if more are asked for than may be.
+    """
     eligible = [tensors.block.resident_eligible for tensors in inventory.blocks]
     asked = config.resident_blocks
     count = sum(eligible) if isinstance(asked, str) else asked
@@ -238,15 +313,19 @@ def _residents(inventory: Inventory, config: OffloadConfig) -> tuple[int, ...]:
     )
 
 
-def _choose(config: OffloadConfig, device: Device, source: WeightSource) -> TransferChoice:
-    candidate = SourceCandidate(source.name, source.reason, why_not_direct=source.why_not_direct)
-    why_not_registered = source.registration.problem
+def _choose(config: OffloadConfig, device: Device, components: Sequence[BoundComponent]) -> TransferChoice:
+    """The transfer of all blocks; a pipeline's components all have sources of one kind."""
+    sources = [component.source for component in components]
+    first = next((source for source in sources if source.images), sources[0])
+    why_not_direct = next((source.why_not_direct for source in sources if source.why_not_direct), None)
+    why_not_registered = next((s.registration.problem for s in sources if s.registration.problem), None)
+    candidate = SourceCandidate(first.name, first.reason, why_not_direct=why_not_direct)
     return choose([candidate], config, device_is_host=device.is_host, why_not_registered=why_not_registered)
 
 
 def _transfer_opener(
-    choice: TransferChoice, source: WeightSource, config: OffloadConfig, trace: EngineTrace
-) -> Callable[[Device, Stream, ThreadCrew], Any]:
+    choice: TransferChoice, images: Sequence[BlockImage], config: OffloadConfig, trace: EngineTrace
+) -> OpenTransfer:
     async def open_transfer(device: Device, stream: Stream, crew: ThreadCrew) -> Transfer:
         if choice.transfer == "direct":
             return DirectTransfer(stream, reads_any_memory=device.is_host)
@@ -254,22 +333,10 @@ def _transfer_opener(
             device,
             stream,
             crew,
-            list(source.images.values()),
+            images,
             num_threads=config.effective_packing_threads,
             chunk_bytes=config.staging_chunk_bytes,
             on_packed=trace.packed_listener,
         )
 
     return open_transfer
-
-
-def _sizes(inventory: Inventory, num_residents: int, fixed_bytes: int, source: WeightSource) -> ModelSizes:
-    owned = [*inventory.fixed, *(tensor for block in inventory.blocks for tensor in block.tensors)]
-    return ModelSizes(
-        num_blocks=len(inventory.blocks),
-        num_resident_blocks=num_residents,
-        model_bytes=sum(tensor.tensor.numel() * tensor.tensor.element_size() for tensor in owned),
-        block_bytes=inventory.streamable_bytes,
-        fixed_bytes=fixed_bytes,
-        host_image_bytes=source.host_image_bytes,
-    )

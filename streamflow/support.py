@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from torch import nn
 
@@ -29,8 +29,10 @@ def check_model(model: object) -> None:
         raise UnsupportedModelError(type(model).__name__, *_what_it_is(model))
     for path, module in model.named_modules():
         for attribute, (what, fix) in _FOREIGN_HOOKS.items():
-            if module.__dict__.get(attribute) is not None:
-                raise UnsupportedModelError(path or type(model).__name__, f"it carries {what}", fix)
+            hooks = module.__dict__.get(attribute)
+            if _carries(hooks):
+                which = ", ".join(getattr(hooks, "hooks", None) or (type(hooks).__name__,))
+                raise UnsupportedModelError(path or type(model).__name__, f"it carries {what} ({which})", fix)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if nn.parameter.is_lazy(tensor):
             raise UnsupportedModelError(name, "it is not initialised yet", "run the model once before opening")
@@ -42,6 +44,11 @@ def check_model(model: object) -> None:
             raise UnsupportedModelError(
                 name, "it is on an accelerator already", "load the model on the host (device 'cpu')"
             )
+
+
+def _carries(hooks: object) -> bool:
+    """Whether there are hooks: diffusers leaves an empty registry on every model that a pipeline has called."""
+    return hooks is not None and getattr(hooks, "hooks", True) != {}
 
 
 def check_not_compiled_whole(model: nn.Module, blocks: Iterable[nn.Module]) -> None:
@@ -60,11 +67,26 @@ def check_not_compiled_whole(model: nn.Module, blocks: Iterable[nn.Module]) -> N
             )
 
 
+def outside_of_compiled(model: nn.Module) -> Iterator[nn.Module]:
+    """The modules of ``model`` that can be called from outside: all but those inside of compiled ones."""
+    compiled = [module for module in model.modules() if _has_compiled(module)]
+    inside = {id(inner) for module in compiled for inner in module.modules() if inner is not module}
+    return (module for module in model.modules() if id(module) not in inside)
+
+
 def _is_compiled(module: nn.Module) -> bool:
     by_module_compile = module._compiled_call_impl is not None
     by_torch_compile = "_orig_mod" in module._modules
-    forward_alone = hasattr(module.__dict__.get("forward"), "_torchdynamo_orig_callable")
-    return by_module_compile or by_torch_compile or forward_alone
+    return by_module_compile or by_torch_compile or _is_compiled_function(module.__dict__.get("forward"))
+
+
+def _has_compiled(module: nn.Module) -> bool:
+    """Whether it is compiled, or one of its methods is."""
+    return _is_compiled(module) or any(map(_is_compiled_function, list(module.__dict__.values())))
+
+
+def _is_compiled_function(value: object) -> bool:
+    return callable(value) and hasattr(value, "_torchdynamo_orig_callable")
 
 
 def _what_it_is(model: object) -> tuple[str, str]:

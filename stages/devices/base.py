@@ -160,5 +160,8 @@ class Device(Protocol):
     def memory(self) -> MemoryReading:
         """The memory telemetry; the peak is since opening."""
 
+    def release_cache(self) -> None:
+        """Give back what the allocator holds without using it. Waits for the whole device; never on the loop."""
+
     def close(self) -> None:
         """Release what the device holds itself. All streams must be drained. Idempotent."""

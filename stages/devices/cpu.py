@@ -218,5 +218,8 @@ class CpuDevice:
         free = None if limit is None else limit - self._meter.in_use
         return MemoryReading(self._meter.in_use, self._meter.peak, cached=0, free=free, total=limit)
 
+    def release_cache(self) -> None:
+        pass
+
     def close(self) -> None:
         self._crew = None

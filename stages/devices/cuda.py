@@ -142,7 +142,7 @@ class CudaDevice:
         self._meter = MemoryMeter(str(self.torch_device))
         self.registrar = CudaRegistrar(self.torch_device)
         self._streams: list[torch.cuda.Stream] = []
-        self._allocations: list[torch.cuda.Event] = []
+        self._allocations: dict[int, torch.cuda.Event] = {}
 
     @property
     def link(self) -> Hashable:
@@ -160,7 +160,7 @@ class CudaDevice:
     def _new_stream(self) -> torch.cuda.Stream:
         stream = _STREAMS.take(self.torch_device)
         self._streams.append(stream)
-        for allocation in self._allocations:
+        for allocation in list(self._allocations.values()):
             stream.wait_event(allocation)
         return stream
 
@@ -174,25 +174,30 @@ class CudaDevice:
             limit = torch.cuda.mem_get_info(self.torch_device)[1]
             raise DeviceMemoryError(str(self.torch_device), nbytes, self._meter.in_use, limit) from failure
         self._meter.take(nbytes)
-        self._order_after_earlier_use()
+        self._order_after_earlier_use(buffer)
         return buffer
 
-    def _order_after_earlier_use(self) -> None:
+    def _order_after_earlier_use(self, buffer: torch.Tensor) -> None:
         # torch may hand out memory that work queued on the allocating thread's stream still uses
         allocation = torch.cuda.Event()
         allocation.record(torch.cuda.current_stream(self.torch_device))
-        self._allocations.append(allocation)
+        self._allocations[buffer.data_ptr()] = allocation
         for stream in self._streams:
             stream.wait_event(allocation)
 
     def free(self, buffer: torch.Tensor) -> None:
         self._meter.give_back(buffer.numel())
+        self._allocations.pop(buffer.data_ptr(), None)
 
     def memory(self) -> MemoryReading:
         free, total = torch.cuda.mem_get_info(self.torch_device)
         cached = torch.cuda.memory_reserved(self.torch_device) - torch.cuda.memory_allocated(self.torch_device)
         num_retries = torch.cuda.memory_stats(self.torch_device).get("num_alloc_retries")
         return MemoryReading(self._meter.in_use, self._meter.peak, cached, free, total, num_retries)
+
+    def release_cache(self) -> None:
+        with torch.cuda.device(self.torch_device):
+            torch.cuda.empty_cache()
 
     def close(self) -> None:
         _STREAMS.give_back(self.torch_device, self._streams)

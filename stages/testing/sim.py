@@ -150,6 +150,9 @@ class SimDevice:
         free = None if limit is None else limit - self._meter.in_use
         return MemoryReading(self._meter.in_use, self._meter.peak, cached=0, free=free, total=limit)
 
+    def release_cache(self) -> None:
+        pass
+
     # For tests
 
     def hold(self, stream: str) -> None:

@@ -16,15 +16,19 @@ _VERSION = operator.attrgetter("_version")
 
 
 class BoundBlock:
-    """One block's tensors, their host data, their placeholders, and the views of them made so far."""
+    """One block's tensors, their host data, their placeholders, and the views of them made so far.
 
-    def __init__(self, tensors: BlockTensors, poison: Poison) -> None:
+    Unbound, they show poison; with ``rests_on_host`` their host data: a component that moves as a whole may be read
+    while it is absent.
+    """
+
+    def __init__(self, tensors: BlockTensors, poison: Poison, *, rests_on_host: bool = False) -> None:
         self.path = tensors.block.path
         self.layout = tensors.layout
         self.names = tuple(owned.name for owned in tensors.tensors)
         self._tensors = tuple(owned.tensor for owned in tensors.tensors)
         self._host = tuple(tensor.data for tensor in self._tensors)
-        self._poison = tuple(poison.like(tensor) for tensor in self._tensors)
+        self._rest = None if rests_on_host else tuple(poison.like(tensor) for tensor in self._tensors)
         self._views: dict[int, tuple[torch.Tensor, ...]] = {}
         self._state = self._current_state()
         self._is_change_told = False
@@ -43,16 +47,19 @@ class BoundBlock:
         self._host = tuple(host)
         self._show(self._host)
 
-    def show_poison(self) -> None:
-        """Unbind.
+    def show_rest(self) -> None:
+        """Unbind. Views of buffers that come and go are dropped with the buffer.
 
         :raises WeightsChangedError: if somebody re-pointed or wrote a tensor meanwhile, and was not told yet.
         """
-        self._check_shown()
-        self._show(self._poison)
+        try:
+            self._check_shown()
+        finally:
+            self._show(self._host if self._rest is None else self._rest)
+            self._views = {place: views for place, views in self._views.items() if place >= 0}
 
     def show_slot(self, place: int, buffer: torch.Tensor) -> None:
-        """Bind to ``buffer``, which is always the same for one ``place``.
+        """Bind to ``buffer``, which is the same for one ``place`` (from 0 on) every time.
 
         :raises WeightsChangedError: if somebody re-pointed or wrote a tensor meanwhile, and was not told yet.
         """
@@ -117,16 +124,16 @@ class BlockBinder:
         self.blocks[block].show_slot(place, buffer)
 
     def unbind(self, block: int) -> None:
-        self.blocks[block].show_poison()
+        self.blocks[block].show_rest()
 
     def locate(self) -> dict[int, tuple[int, str]]:
         """Block and name of each streamed tensor, by the tensor's ``id``."""
         return {key: (i, name) for i, block in enumerate(self.blocks) for key, name in block.identities()}
 
-    def show_poison(self) -> None:
-        """Unbind all: the weights are in nobody's reach until a slot has them."""
+    def show_rest(self) -> None:
+        """Unbind all: what streams is in nobody's reach until a slot has it."""
         for block in self.blocks:
-            block.show_poison()
+            block.show_rest()
 
     def show_host(self) -> None:
         """Show every block's tensors as they were found, whatever they show now."""

@@ -63,5 +63,35 @@ class Interception:
                 self._module.__dict__.pop(key, None)
 
 
+class MethodInterception:
+    """Lets ``around`` run every call of the method ``name`` of ``module``; `remove` undoes it."""
+
+    def __init__(self, module: nn.Module, name: str, around: Around) -> None:
+        self._module = module
+        self._name = name
+        self._around = around
+        self._had: dict[str, Any] = {}
+        self._ours: Callable[..., Any] | None = None
+
+    def install(self) -> None:
+        """Stand between from now on."""
+        original = getattr(self._module, self._name)
+        self._had = {key: value for key, value in self._module.__dict__.items() if key == self._name}
+
+        @functools.wraps(original)
+        def method(*args: Any, **kwargs: Any) -> Any:
+            return self._around(original, args, kwargs)
+
+        self._ours = method
+        object.__setattr__(self._module, self._name, method)
+
+    def remove(self) -> None:
+        """Leave the module as it was found, and what somebody put around us meanwhile in place. Idempotent."""
+        self._around = _straight
+        if self._ours is not None and self._module.__dict__.get(self._name) is self._ours:
+            del self._module.__dict__[self._name]
+            self._module.__dict__.update(self._had)
+
+
 def _straight(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return call(*args, **kwargs)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -27,6 +27,21 @@ _REFUSED = {
     "unmerge": "unmerging an adapter",
     "fuse_lora": "fusing a LoRA",
     "unfuse_lora": "unfusing a LoRA",
+    "add_adapter": "adding an adapter",
+    "load_lora_adapter": "loading a LoRA",
+    "unload_lora": "unloading a LoRA",
+    "delete_adapters": "deleting an adapter",
+    "delete_adapter": "deleting an adapter",
+    "set_adapter": "switching adapters",
+    "set_adapters": "switching adapters",
+    "enable_adapters": "switching adapters",
+    "disable_adapters": "switching adapters",
+    "enable_lora": "switching adapters",
+    "disable_lora": "switching adapters",
+    "update_layer": "adding an adapter",
+    "disable_cache": "disabling a cache over steps",
+    "enable_group_offload": "offloading by diffusers",
+    "enable_layerwise_casting": "casting by layers",
     "enable_cache": "enabling a cache over denoising steps",
 }
 #: Of these, the ones that every module gets; the others only where the module has such a method.
@@ -37,16 +52,22 @@ _ALWAYS = ("_apply", "_load_from_state_dict", "__deepcopy__", "__reduce_ex__", "
 ReadStreamed = Callable[[torch.Tensor], torch.Tensor | None]
 
 
-@contextmanager
-def claimed(model: nn.Module, name: str) -> Iterator[None]:
+def claimed(model: nn.Module, name: str) -> AbstractContextManager[None]:
     """Hold ``model`` for one offload: until this is left, nobody else can claim it or a part of it, from any thread.
 
     To be entered before the model is looked at: what another offload shows in the meantime is not what it holds.
 
     :raises AlreadyAttachedError: if a module, parameter or buffer of it is held.
     """
+    return all_claimed({name: model})
+
+
+@contextmanager
+def all_claimed(models: Mapping[str, nn.Module]) -> Iterator[None]:
+    """Hold several models, by name, for one offload, as `claimed` does. They may have parts in common."""
     parts = {
         id(part): f"{name}.{path}" if path else name
+        for name, model in models.items()
         for listing in (model.named_modules(), model.named_parameters(), model.named_buffers())
         for path, part in listing
     }

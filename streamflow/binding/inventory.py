@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import attrs
 import torch
@@ -55,14 +55,19 @@ class Inventory:
         blocks = tuple(attrs.evolve(block, tensors=renew(block.tensors)) for block in self.blocks)
         return Inventory(blocks, renew(self.fixed))
 
+    def without_fixed(self, tensors: Collection[int]) -> Inventory:
+        """The same inventory but for fixed tensors of these ``id``, which somebody else moves."""
+        return Inventory(self.blocks, tuple(owned for owned in self.fixed if id(owned.tensor) not in tensors))
+
     @property
     def streamable_bytes(self) -> int:
         """Bytes of all block images."""
         return sum(block.layout.nbytes for block in self.blocks)
 
 
-def take_inventory(model: nn.Module, blocks: Sequence[Block]) -> Inventory:
-    """The inventory of ``model``; nothing is changed.
+def take_inventory(model: nn.Module, blocks: Sequence[Block], shared: Collection[int] = ()) -> Inventory:
+    """The inventory of ``model``; nothing is changed. ``shared``: the ``id`` of tensors that others have, too; they are
+    fixed.
 
     :raises UnsupportedModelError: if a tensor cannot be re-pointed exactly: a tensor subclass, a parameter that carries
         other tensors, an uninitialised one, a dtype without a place in an image.
@@ -73,7 +78,7 @@ def take_inventory(model: nn.Module, blocks: Sequence[Block]) -> Inventory:
     for tensor_id, owned in _named_tensors(model).items():
         where = homes[tensor_id]
         home = next(iter(where)) if len(where) == 1 else None
-        if home is None or not owned.streamable:
+        if home is None or not owned.streamable or tensor_id in shared:
             fixed.append(owned)
         else:
             per_block[home].append(owned)

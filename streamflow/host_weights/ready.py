@@ -10,10 +10,11 @@ from torch import nn
 
 from streamflow.binding.blocks import BoundBlock
 from streamflow.binding.inventory import Inventory
+from streamflow.component_parts import MakeSource
 from streamflow.config import OffloadConfig
 from streamflow.host_weights.ownership import Ownership
 from streamflow.host_weights.restorer import ArtifactSource, RestorePlan
-from streamflow.opening import MakeSource, open_with_source
+from streamflow.opening import open_with_source
 from streamflow.runtime.offload import Offload
 from streamflow.stages.devices.base import Device
 from streamflow.stages.threads import open_tasks

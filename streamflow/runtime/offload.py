@@ -16,19 +16,20 @@ from anyio.streams.memory import MemoryObjectReceiveStream
 from streamflow.config import OffloadConfig
 from streamflow.errors import ConfigurationError, ForkedOffloadError
 from streamflow.interrupts import uninterrupted
-from streamflow.runtime.admission import Admission
-from streamflow.runtime.component import StreamedComponent
 from streamflow.runtime.offload_request import OffloadRequest
 from streamflow.runtime.outcomes import OutcomeCounter
 from streamflow.runtime.requests import Request
-from streamflow.runtime.state_gate import StateGate
-from streamflow.runtime.statistics import OffloadStatistics
+from streamflow.runtime.sizes import ModelSizes
+from streamflow.runtime.statistics import OffloadStatistics, StagingStatistics
 from streamflow.runtime.work import check_result, check_work
+from streamflow.runtime.workplace import Workplace
 from streamflow.stages.devices.base import Device
 from streamflow.stages.engine import Engine
 from streamflow.stages.errors import EngineBrokenError, EngineClosedError
 from streamflow.stages.events import ObservedEvent
 from streamflow.stages.observers import DEFAULT_CAPACITY
+from streamflow.stages.residency import Residency
+from streamflow.stages.statistics import EngineStatistics
 from streamflow.stages.threads import open_threads
 from streamflow.store.reports import StoreReport
 from streamflow.trace.tracing import Tracing
@@ -39,18 +40,6 @@ Params = ParamSpec("Params")
 Result = TypeVar("Result")
 
 State = Literal["opening", "ready", "draining", "broken", "closed"]
-
-
-@attrs.frozen
-class ModelSizes:
-    """Byte counts that do not change while the offload is open; see `OffloadStatistics`."""
-
-    num_blocks: int
-    num_resident_blocks: int
-    model_bytes: int
-    block_bytes: int
-    fixed_bytes: int
-    host_image_bytes: int
 
 
 class Offload:
@@ -66,9 +55,8 @@ class Offload:
         config: OffloadConfig,
         device: Device,
         engine: Engine,
-        component: StreamedComponent,
-        admission: Admission,
-        gate: StateGate,
+        workplace: Workplace,
+        residency: Residency | None,
         choice: TransferChoice,
         registration: RegistrationReport,
         sizes: ModelSizes,
@@ -78,14 +66,15 @@ class Offload:
         self.config = config
         self._device = device
         self._engine = engine
-        self._component = component
-        self._admission = admission
-        self._gate = gate
+        self._workplace = workplace
+        self._admission = workplace.admission
+        self._residency = residency
         self._choice = choice
         self._registration = registration
         self._sizes = sizes
         self._store_report = store_report
         self._outcomes = OutcomeCounter()
+        self._uncounted: EngineStatistics | None = None
         self._numbers = itertools.count(1)
         self._opened_by = os.getpid()
         self._tracing = tracing
@@ -140,6 +129,16 @@ class Offload:
             deadline_s=deadline_s,
         )
 
+    async def run_uncounted(self, work: Callable[[], Any]) -> Any:
+        """`run` for a dummy request of the owner's: when it has ended, `statistics` begins anew."""
+        uncounted = OffloadRequest(
+            self._prepare, self._admission, OutcomeCounter(), request_id="warm-up", priority=0, deadline_s=None
+        )
+        try:
+            return await uncounted.run(work)
+        finally:
+            self._uncounted = self._engine.statistics()
+
     def _prepare(self, call: partial[Any]) -> Request[Any]:
         check_work(call.func)
         self._check_open()
@@ -149,7 +148,7 @@ class Offload:
             self._check_sound()  # the request has waited
             return check_result(call.func, call())
 
-        return Request(work, lambda place: self._component.request_in(place, caller))
+        return Request(work, lambda place: self._workplace.request_in(place, caller))
 
     def statistics(self) -> OffloadStatistics:
         """Counters and sizes now. Cheap; from any thread."""
@@ -160,13 +159,25 @@ class Offload:
             choice=self._choice,
             store=self._store_report,
             registration=self._registration,
-            **attrs.asdict(self._sizes),
+            **attrs.asdict(self._sizes, recurse=False),
+            staging=self._staging(),
             num_running=len(occupancy.running),
             num_waiting=len(occupancy.waiting),
             occupancy=occupancy,
             outcomes=self._outcomes.counts,
-            serialised_by=tuple(map(str, self._gate.stateful)),
-            engine=self._engine.statistics(),
+            serialised_by=self._workplace.serialised_by,
+            engine=self._engine.statistics().since(self._uncounted),
+        )
+
+    def _staging(self) -> StagingStatistics | None:
+        residency = self._residency
+        if residency is None:
+            return None
+        return StagingStatistics(
+            staged_bytes=residency.staged_bytes,
+            staged_peak_bytes=residency.peak_bytes,
+            budget_bytes=residency.budget_bytes,
+            num_waiting=residency.num_waiting,
         )
 
     def observe(

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
+import attrs
 from torch import nn
 
 from streamflow.binding.module_state import Snapshot, Stateful
@@ -15,6 +16,16 @@ from streamflow.binding.module_state import Snapshot, Stateful
 NUM_WATCHED = 2
 #: How often a thread that has to wait looks whether it may go on, or must stop, in seconds.
 _POLL_S = 0.005
+
+
+@attrs.frozen(eq=False)
+class ComponentGate:
+    """The gate of one component. ``lasts``: a request that entered keeps it until it ends, else until it calls another
+    component.
+    """
+
+    gate: StateGate
+    lasts: bool
 
 
 class StateGate:

@@ -6,10 +6,24 @@ import attrs
 
 from streamflow.runtime.admission import Occupancy
 from streamflow.runtime.outcomes import RequestOutcomes
+from streamflow.runtime.sizes import ComponentSizes
 from streamflow.stages.statistics import EngineStatistics
 from streamflow.store.reports import StoreReport
 from streamflow.transfer_choice import TransferChoice
 from streamflow.weights.registering import RegistrationReport
+
+
+@attrs.frozen
+class StagingStatistics:
+    """What components that move have on the device: now, at most, and what they may (None: no limit), in bytes.
+
+    ``num_waiting``: requests that wait for a component.
+    """
+
+    staged_bytes: int
+    staged_peak_bytes: int
+    budget_bytes: int | None
+    num_waiting: int
 
 
 @attrs.frozen
@@ -18,9 +32,10 @@ class OffloadStatistics:
 
     ``model_bytes``: all weights of the model. ``fixed_bytes``: device bytes of what is outside the blocks (0 on a host
     device, where it stays in place). ``host_image_bytes``: private host memory that streamflow itself holds for the
-    blocks. ``num_running`` and ``num_waiting`` are requests and direct calls; ``occupancy`` says which, in their order.
-    ``serialised_by``: modules that keep state between calls, for whose sake one request at a time uses the model, each
-    with the reason.
+    blocks. ``components`` has the same for each component, and ``staging`` says what of them moves (None: nothing).
+    ``num_running`` and ``num_waiting`` are requests and direct calls; ``occupancy`` says which, in their order.
+    ``serialised_by``: modules that keep state between calls, for whose sake one request at a time uses their component,
+    each with the reason.
     """
 
     state: str
@@ -28,6 +43,7 @@ class OffloadStatistics:
     choice: TransferChoice
     store: StoreReport | None
     registration: RegistrationReport
+    components: tuple[ComponentSizes, ...]
     num_blocks: int
     num_resident_blocks: int
     model_bytes: int
@@ -39,4 +55,5 @@ class OffloadStatistics:
     occupancy: Occupancy
     outcomes: RequestOutcomes
     serialised_by: tuple[str, ...]
+    staging: StagingStatistics | None
     engine: EngineStatistics

@@ -136,5 +136,8 @@ class TracedDevice:
     def memory(self) -> MemoryReading:
         return self._inner.memory()
 
+    def release_cache(self) -> None:
+        self._inner.release_cache()
+
     def close(self) -> None:
         self._inner.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import attrs
@@ -11,8 +12,9 @@ import torch
 from streamflow.config import ALL, OffloadConfig
 from streamflow.errors import ConfigurationError, PlanError
 from streamflow.host_limits import available_host_bytes
+from streamflow.tools.plan.declared import DeclaredPipeline, declared_by
 from streamflow.tools.plan.estimate import plan_component
-from streamflow.tools.plan.model_dir import ModelDir, read_model_dir
+from streamflow.tools.plan.model_dir import Component, ModelDir, read_model_dir
 from streamflow.tools.plan.names import list_paths
 from streamflow.tools.plan.notes import notes_of
 from streamflow.tools.plan.report import print_plan
@@ -114,9 +116,10 @@ def make_plan(model: ModelDir, config: OffloadConfig, device: str, stacks: tuple
     if stacks and model.is_pipeline:
         names = ", ".join(component.name for component in model.components)
         raise ConfigurationError([f"--stack is for one component; give the folder of one of {names} instead"])
+    declared = declared_by(model.class_name) if model.is_pipeline else None
     components = tuple(
-        plan_component(component, config, device_is_host=device == "cpu", stacks=stacks)
-        for component in model.components
+        plan_component(component, config, device_is_host=device == "cpu", stacks=stacks, declared=declared)
+        for component in _in_order(model, declared)
     )
     if not any(component.stacks for component in components):
         raise PlanError(
@@ -135,3 +138,10 @@ def make_plan(model: ModelDir, config: OffloadConfig, device: str, stacks: tuple
         left_out=model.left_out,
         notes=notes_of(components, model.left_out, stacks_declared=bool(stacks), host_available_bytes=available),
     )
+
+
+def _in_order(model: ModelDir, declared: DeclaredPipeline | None) -> Sequence[Component]:
+    """The components as they run, as far as their pipeline declares it."""
+    if declared is None:
+        return model.components
+    return sorted(model.components, key=lambda component: declared.rank(component.name))

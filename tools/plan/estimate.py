@@ -9,6 +9,7 @@ from streamflow.config import ALL, OffloadConfig
 from streamflow.errors import ConfigurationError
 from streamflow.residency import choose_residents
 from streamflow.stages.layout import align_up
+from streamflow.tools.plan.declared import DeclaredPipeline
 from streamflow.tools.plan.model_dir import Component
 from streamflow.tools.plan.names import is_in_block, stacks_of
 from streamflow.tools.plan.sources import ComponentSizes, choose_planned, plan_sources
@@ -17,11 +18,17 @@ from streamflow.weights.summary import StackSummary
 
 
 def plan_component(
-    component: Component, config: OffloadConfig, *, device_is_host: bool, stacks: Sequence[str] = ()
+    component: Component,
+    config: OffloadConfig,
+    *,
+    device_is_host: bool,
+    stacks: Sequence[str] = (),
+    declared: DeclaredPipeline | None = None,
 ) -> ComponentPlan:
     """The plan of ``component``; ``config.device`` counts for nothing, ``device_is_host`` does.
 
-    ``stacks`` are declared paths; empty: what the names suggest.
+    ``stacks`` are declared paths; empty: what the names suggest. ``declared``: what the component's pipeline declares;
+    None: it is no pipeline's.
 
     :raises PlanError: if a declared path leads to no list.
     :raises ConfigurationError: if more residents are asked for than there are blocks.
@@ -38,6 +45,7 @@ def plan_component(
     return ComponentPlan(
         name=component.name,
         kind=component.kind,
+        behaviour=None if declared is None else declared.behaviour_of(component.name, component.kind, bool(found)),
         path=component.path,
         num_files=component.num_files,
         num_tensors=len(component.entries),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import attrs
 
@@ -52,12 +53,16 @@ class LeftOut:
 
 @attrs.frozen(eq=False)
 class ModelDir:
-    """The components at ``path``; ``left_out`` are those of a pipeline whose weights are not in safetensors files."""
+    """The components at ``path``; ``left_out`` are those of a pipeline whose weights are not in safetensors files.
+
+    ``class_name`` is the pipeline's class; None where none is named.
+    """
 
     path: Path
     is_pipeline: bool
     components: tuple[Component, ...]
     left_out: tuple[LeftOut, ...] = ()
+    class_name: str | None = None
 
 
 def read_model_dir(path: Path) -> ModelDir:
@@ -96,18 +101,22 @@ def _read_pipeline(path: Path) -> ModelDir:
     if not components:
         reasons = "".join(f"; {left.name}: {left.reason}" for left in left_out)
         raise CheckpointNotFoundError(str(path), f"no component of this pipeline has *{FILE_SUFFIX} files{reasons}")
-    return ModelDir(path, True, tuple(components), tuple(left_out))
+    class_name = _index_fields(path / PIPELINE_INDEX).get("_class_name")
+    return ModelDir(path, True, tuple(components), tuple(left_out), class_name if isinstance(class_name, str) else None)
 
 
-def _named_components(index: Path) -> Iterator[tuple[str, str]]:
-    """Name and class of each component: entries of the form ``"name": ["library", "class"]``."""
+def _index_fields(index: Path) -> dict[str, Any]:
     try:
-        fields = load_object(index.read_bytes())
+        return load_object(index.read_bytes())
     except StrictJSONError as fault:
         raise CheckpointFormatError(str(index), f"it is not valid JSON: {fault}") from fault
     except OSError as failure:
         raise CheckpointOpenError(str(index), f"it cannot be read ({failure.strerror})") from failure
-    for name, value in fields.items():
+
+
+def _named_components(index: Path) -> Iterator[tuple[str, str]]:
+    """Name and class of each component: entries of the form ``"name": ["library", "class"]``."""
+    for name, value in _index_fields(index).items():
         if isinstance(value, list) and len(value) == 2 and isinstance(value[1], str):
             if name != os.path.basename(name) or name in ("", ".", ".."):
                 raise CheckpointFormatError(str(index), f"the component {name!r} is no plain folder name")

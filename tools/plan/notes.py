@@ -25,6 +25,10 @@ def notes_of(
     ]
     if not stacks_declared and any(len(plan.stacks) > 1 for plan in components):
         found.append("Files do not tell the order in which stacks run; opening takes it from the model.")
+    opened = grouped((plan.behaviour, plan.name) for plan in components if plan.behaviour is not None)
+    if opened:
+        told = "; ".join(f"{', '.join(names)} {behaviour}" for behaviour, names in opened.items())
+        found.append(f"Opened as a whole pipeline, its components are: {told}.")
     notes = [(note, plan.name) for plan in components for note in _component_notes(plan, host_available_bytes)]
     found += [f"{', '.join(names)}: {note}" for note, names in grouped(notes).items()]
     return (*found, *(f"{left.name} ({left.kind}) is left out: {left.reason}." for left in left_out))

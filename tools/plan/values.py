@@ -48,11 +48,14 @@ class ComponentPlan:
 
     ``stacks`` is empty where the names show none: such a component cannot be opened. ``resident_blocks`` counts blocks
     over all stacks, in their order. ``streamed_bytes`` are the images of the others: what a walk fetches.
-    ``source`` is the one that would be chosen, None where nothing streams; ``source_reason`` says why.
+    ``source`` is the one that would be chosen, None where nothing streams; ``source_reason`` says why. ``behaviour`` is
+    what it does when its pipeline is opened as a whole (None: it is no pipeline's): ``streamed``, ``staged`` or
+    ``resident``.
     """
 
     name: str
     kind: str | None
+    behaviour: str | None
     path: str
     num_files: int
     num_tensors: int

@@ -90,6 +90,23 @@ def test_a_pipeline_has_a_plan_for_each_component(pipeline: Path) -> None:
     assert "checker (Checker) is left out: its weights are not in safetensors files" in notes
 
 
+def test_what_components_do_in_an_open_pipeline_is_told(pipeline: Path) -> None:
+    plan = plan_of(pipeline, "--device", "cpu")
+    behaviours = {component["name"]: component["behaviour"] for component in plan["components"]}
+    assert behaviours == {"transformer": "streamed", "text_encoder": "staged", "head": "staged"}
+    assert any("transformer streamed; text_encoder, head staged" in note for note in plan["notes"])
+    alone = plan_of(pipeline / "transformer", "--device", "cpu")
+    assert alone["components"][0]["behaviour"] is None
+
+
+def test_components_come_in_the_order_that_their_pipeline_declares(pipeline: Path) -> None:
+    index = json.loads((pipeline / "model_index.json").read_text(encoding="utf-8"))
+    renamed = json.dumps({**index, "_class_name": "FluxPipeline"})
+    (pipeline / "model_index.json").write_text(renamed, encoding="utf-8")
+    plan = plan_of(pipeline, "--device", "cpu")
+    assert [component["name"] for component in plan["components"]] == ["text_encoder", "transformer", "head"]
+
+
 def test_people_get_the_same_figures(pipeline: Path) -> None:
     result = run(pipeline, "--device", "cuda", "--window", "3")
     assert (result.exit_code, result.stderr) == (0, "")
