@@ -22,8 +22,8 @@ LEAST_COPY_BYTES = 1 << 16
 class WalkReport:
     """One walk. Seconds are wall time of the walk; ``seconds_by_cause`` are those of one of its places, in the mean.
 
-    ``link_limit_s``: what its bytes take at the link's rate. ``compute_limit_s``: what blocks take, and in a walk of one
-    place the work between them. ``best_s`` is the larger: no streaming of these bytes could be faster.
+    ``link_limit_s``: what its bytes take at the link's rate. ``compute_limit_s``: what blocks take, and in a walk of
+    one place the work between them. ``best_s`` is the larger: no streaming of these bytes could be faster.
     """
 
     walk_id: int
