@@ -19,7 +19,9 @@ from streamflow.stages.timing import Mark
 
 #: Marks whose events are still to be read and given back; older ones are read when somebody asks.
 MAX_PENDING = 4096
-#: Pending marks that are read with each new one: more than one, so that they do not pile up.
+#: Pending marks that are left alone: those before them have happened by all likelihood, so that nobody need ask.
+READ_BEHIND = 64
+#: Older ones that are read with each new one: more than one, so that they do not pile up.
 READ_AT_ONCE = 2
 #: How often an anchor is tried.
 ANCHOR_TRIES = 8
@@ -43,12 +45,11 @@ class _CudaMark:
         event = self._event
         if event is not None:
             try:
-                if event.query():
-                    self._at = self._anchor.host_s + self._anchor.event.elapsed_time(event) / 1e3
-                    self._event = None
-                    self._free.append(event)
-            except RuntimeError:  # the device failed: nothing is known of it any more
-                self._event = None
+                self._at = self._anchor.host_s + self._anchor.event.elapsed_time(event) / 1e3
+            except (RuntimeError, ValueError):  # it has not happened, or the device failed
+                return None
+            self._event = None
+            self._free.append(event)
         return self._at
 
 
@@ -103,10 +104,12 @@ class CudaClock:
 
     def _read_some(self) -> None:
         for _ in range(READ_AT_ONCE):
+            if len(self._pending) <= READ_BEHIND:
+                return
             try:
                 oldest = self._pending.popleft()
-            except IndexError:
+            except IndexError:  # other threads take from it, too
                 return
-            if oldest.seconds() is None and oldest._event is not None:
+            if oldest.seconds() is None:
                 self._pending.appendleft(oldest)
                 return

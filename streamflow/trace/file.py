@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
 import json
 import os
@@ -19,16 +20,22 @@ def check_writable(path: Path) -> None:
     :raises OSError: if not.
     """
     if path.is_dir():
-        raise IsADirectoryError(21, "Is a directory", str(path))
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    if path.exists() and not path.is_file():
+        return
     with tempfile.TemporaryFile(dir=path.parent):
         pass
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Write ``value`` to ``path`` in place of what is there.
+    """Write ``value`` to ``path`` in place of the file that is there, or into what else is there (a device, a pipe).
 
-    :raises OSError: if that fails; what was there is there still.
+    :raises OSError: if that fails; a file that was there is there still.
     """
+    if path.exists() and not path.is_file():
+        with path.open("wb") as other:
+            _dump(value, other, compressed=path.suffix == ".gz")
+        return
     descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
         with os.fdopen(descriptor, "wb") as file:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +42,7 @@ EVERY_OPTION: dict[str, Any] = {
     "store_mode": "disabled",
     "remap_after_publish": False,
     "store": StoreOptions(publication_wait_s=5.0),
-    "trace_path": os.path.join(tempfile.gettempdir(), "streamflow-test-trace.json"),
+    "trace_path": "trace.json",
     "trace_events": 1000,
     "poison_freed_slots": True,
     "max_running_requests": 3,
@@ -164,8 +162,9 @@ async def test_a_device_by_name_in_place_of_a_backend_is_refused_and_the_option_
 
 
 @pytest.mark.anyio
-async def test_every_option_arrives_where_it_acts() -> None:
+async def test_every_option_arrives_where_it_acts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """None is lost between the caller and the runtime: the effective configuration is the offload's, and it shows."""
+    monkeypatch.chdir(tmp_path)  # where the trace is written
     async with streamflow.open_offload(CASE.build(), EVERY_OPTION, device=FarCpuDevice()) as offload:
         assert offload.config == OffloadConfig(**EVERY_OPTION)
         effective = offload.config.effective()
@@ -180,6 +179,7 @@ async def test_every_option_arrives_where_it_acts() -> None:
     assert statistics.choice.transfer == "staged"
     assert statistics.engine.staging_bytes > 3 * 2 * 2048
     assert statistics.host_image_bytes == 0
+    assert (tmp_path / "trace.json").stat().st_size > 0
 
 
 def test_the_effective_configuration_has_every_default_filled_in_and_can_be_printed() -> None:

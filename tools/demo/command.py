@@ -33,6 +33,7 @@ from streamflow.tools.terminal import print_json, result_console, shown_progress
 
 PICTURE_NAME = "digits.png"
 EVENT_LOG_NAME = "events.jsonl"
+TRACE_NAME = "trace.json"
 
 
 def default_threads() -> int:
@@ -61,6 +62,7 @@ def default_threads() -> int:
     show_default=True,
     help=f"Folder for {PICTURE_NAME} and {EVENT_LOG_NAME}.",
 )
+@click.option("--trace", "with_trace", is_flag=True, help=f"Also write {TRACE_NAME}, for `streamflow trace`.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
 def demo(
     seed: int,
@@ -70,6 +72,7 @@ def demo(
     digits_per_class: int,
     threads: int | None,
     directory: Path,
+    with_trace: bool,
     as_json: bool,
 ) -> None:
     """Draw digits with a resident and a streamed model, and compare.
@@ -77,7 +80,8 @@ def demo(
     A small diffusion transformer draws the same handwritten digits twice: once whole on the device, once with its
     blocks streaming through a window. The exit status is 0 only if both drew the same bytes and blocks were streamed.
     """
-    config = OffloadConfig(window_blocks=window_blocks, device=device)
+    trace_path = directory / TRACE_NAME if with_trace else None
+    config = OffloadConfig(window_blocks=window_blocks, device=device, trace_path=trace_path)
     options = DrawingOptions(seed=seed, num_steps=num_steps, digits_per_class=digits_per_class)
     model = load_demo_model()
     directory.mkdir(parents=True, exist_ok=True)

@@ -20,10 +20,10 @@ LEAST_COPY_BYTES = 1 << 16
 
 @attrs.frozen
 class WalkReport:
-    """One walk. Seconds are wall time of the walk; ``seconds_by_cause`` are summed over its places.
+    """One walk. Seconds are wall time of the walk; ``seconds_by_cause`` are those of one of its places, in the mean.
 
-    ``link_limit_s``: what its bytes take at the link's rate. ``compute_limit_s``: what blocks and the work between
-    them take. ``best_s`` is the larger: no streaming of these bytes could be faster.
+    ``link_limit_s``: what its bytes take at the link's rate. ``compute_limit_s``: what blocks take, and in a walk of
+    one place the work between them. ``best_s`` is the larger: no streaming of these bytes could be faster.
     """
 
     walk_id: int
@@ -144,8 +144,9 @@ def _walk(
     compute = merged(clipped((gap.run.stretch for gap in gaps), *stretch))
     busy = clipped(link, *stretch)
     nbytes = sum(copy.nbytes * _share(copy.stretch, stretch) for copy in timeline.copies)
-    causes = _by_cause(gaps, timeline)
     num_places = len({gap.run.place for gap in gaps})
+    causes = {cause: seconds / num_places for cause, seconds in _by_cause(gaps, timeline).items()}
+    between_s = causes["outside"] + causes["allocator"] if num_places == 1 else 0.0
     return WalkReport(
         walk_id=walk_id,
         num_passes=len({gap.run.pass_id for gap in gaps}),
@@ -157,7 +158,7 @@ def _walk(
         overlap_s=total(common(busy, compute)),
         seconds_by_cause=causes,
         link_limit_s=nbytes / rate if rate else 0.0,
-        compute_limit_s=total(compute) + (causes["outside"] + causes["allocator"]) / num_places,
+        compute_limit_s=total(compute) + between_s,
     )
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gzip
 import os
+import stat
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import anyio
@@ -16,9 +18,8 @@ from streamflow.stages.devices.cpu import CpuDevice
 from streamflow.stages.errors import EngineBrokenError, SourceReadError
 from streamflow.stages.images import MemoryPiece
 from streamflow.trace.errors import TraceOffError, TraceWriteError
+from streamflow.trace.file import write_json
 from tests.streamflow.trace.kit import NBYTES, NUM_BLOCKS, small_model, sound_trace, spans, traced_run, walk
-
-pytestmark = pytest.mark.anyio
 
 
 @pytest.fixture
@@ -26,6 +27,7 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "trace.json"
 
 
+@pytest.mark.anyio
 @pytest.mark.parametrize("transfer", ["direct", "staged"])
 async def test_a_trace_tells_all_that_happened(path: Path, transfer: str) -> None:
     trace = await traced_run(path, transfer=transfer)
@@ -46,6 +48,7 @@ async def test_a_trace_tells_all_that_happened(path: Path, transfer: str) -> Non
     assert packed == (sum(fetch["args"]["nbytes"] for fetch in fetches) if transfer == "staged" else 0)
 
 
+@pytest.mark.anyio
 async def test_a_block_runs_after_its_copy_and_each_fetch_flows_to_its_first_run(path: Path) -> None:
     trace = await traced_run(path, device=CpuDevice(link_bytes_per_s=200_000))
     copied = {copy["args"]["fetch"]: copy["ts"] + copy["dur"] for copy in spans(trace, "copy")}
@@ -57,6 +60,7 @@ async def test_a_block_runs_after_its_copy_and_each_fetch_flows_to_its_first_run
     assert flows["s"] == flows["t"] == len(copied)
 
 
+@pytest.mark.anyio
 async def test_residents_are_in_it(path: Path) -> None:
     trace = await traced_run(path, resident_blocks="all")
     assert spans(trace, "slot") == []
@@ -65,6 +69,7 @@ async def test_residents_are_in_it(path: Path) -> None:
     assert len(spans(trace, "copy")) == NUM_BLOCKS
 
 
+@pytest.mark.anyio
 async def test_the_oldest_events_are_dropped_and_counted(path: Path) -> None:
     trace = await traced_run(path, trace_events=20)
     assert trace["streamflow"]["num_dropped_events"] > 20
@@ -73,6 +78,7 @@ async def test_the_oldest_events_are_dropped_and_counted(path: Path) -> None:
     assert len(trace["traceEvents"]) < len(whole["traceEvents"])
 
 
+@pytest.mark.anyio
 async def test_a_name_that_ends_with_gz_compresses(tmp_path: Path) -> None:
     path = tmp_path / "trace.json.gz"
     trace = await traced_run(path)
@@ -80,6 +86,7 @@ async def test_a_name_that_ends_with_gz_compresses(tmp_path: Path) -> None:
     assert len(spans(trace, "block")) == 2 * NUM_BLOCKS
 
 
+@pytest.mark.anyio
 async def test_a_trace_on_demand_also_after_closing(tmp_path: Path) -> None:
     model = small_model()
     async with streamflow.open_offload(model, {"device": "cpu", "trace_events": 1000}) as offload:
@@ -92,6 +99,7 @@ async def test_a_trace_on_demand_also_after_closing(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == ["first.json", "second.json"]
 
 
+@pytest.mark.anyio
 async def test_nothing_is_recorded_where_nobody_asked(tmp_path: Path) -> None:
     model = small_model()
     async with streamflow.open_offload(model, {"device": "cpu"}) as offload:
@@ -102,6 +110,7 @@ async def test_nothing_is_recorded_where_nobody_asked(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.anyio
 async def test_a_failure_is_written_before_the_offload_closes(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(self: MemoryPiece, address: int, start: int, nbytes: int) -> None:
         raise SourceReadError("a test", 0, 1, 0, "the test wants it so")
@@ -122,6 +131,7 @@ async def test_a_failure_is_written_before_the_offload_closes(path: Path, monkey
     assert spans(sound_trace(path), "pass")
 
 
+@pytest.mark.anyio
 async def test_a_body_that_fails_leaves_a_trace_and_its_own_error(path: Path) -> None:
     model = small_model()
     with pytest.raises(ZeroDivisionError):  # noqa: PT012 - what leaves the context is the point
@@ -131,6 +141,7 @@ async def test_a_body_that_fails_leaves_a_trace_and_its_own_error(path: Path) ->
     assert len(spans(sound_trace(path), "block")) == NUM_BLOCKS
 
 
+@pytest.mark.anyio
 async def test_a_cancelled_offload_leaves_a_trace(path: Path) -> None:
     model = small_model()
     with anyio.CancelScope() as scope:
@@ -141,6 +152,7 @@ async def test_a_cancelled_offload_leaves_a_trace(path: Path) -> None:
     assert len(spans(sound_trace(path), "block")) == NUM_BLOCKS
 
 
+@pytest.mark.anyio
 @pytest.mark.parametrize("where", ["missing/trace.json", "."])
 async def test_a_place_that_cannot_be_written_is_told_before_anything_is_touched(tmp_path: Path, where: str) -> None:
     model = small_model()
@@ -150,6 +162,7 @@ async def test_a_place_that_cannot_be_written_is_told_before_anything_is_touched
     walk(model)
 
 
+@pytest.mark.anyio
 async def test_a_folder_that_goes_away_is_an_error_on_closing_and_a_note_on_that_of_the_body(tmp_path: Path) -> None:
     model, folder = small_model(), tmp_path / "folder"
     config = {"device": "cpu", "trace_path": folder / "trace.json"}
@@ -166,6 +179,7 @@ async def test_a_folder_that_goes_away_is_an_error_on_closing_and_a_note_on_that
     assert ["could not be written" in note for note in failed.value.__notes__] == [True]
 
 
+@pytest.mark.anyio
 async def test_a_file_that_was_there_stays_if_the_new_one_cannot_be_written(path: Path) -> None:
     model = small_model()
     async with streamflow.open_offload(model, {"device": "cpu", "trace_events": 100}) as offload:
@@ -176,3 +190,15 @@ async def test_a_file_that_was_there_stays_if_the_new_one_cannot_be_written(path
             await offload.write_trace(path)
     assert await anyio.Path(path).read_bytes() == before
     assert os.listdir(path.parent) == ["trace.json"]
+
+
+def test_what_is_no_file_is_written_into_and_stays(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with ThreadPoolExecutor(1) as pool:
+        read = pool.submit(pipe.read_bytes)
+        write_json(pipe, {"traceEvents": []})
+        assert read.result(timeout=30) == b'{"traceEvents":[]}'
+    assert stat.S_ISFIFO(pipe.stat().st_mode)
+    write_json(Path(os.devnull), {"traceEvents": []})
+    assert not Path(os.devnull).is_file()

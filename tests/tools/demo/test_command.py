@@ -20,6 +20,8 @@ from streamflow.config import OffloadConfig
 from streamflow.tools.cli import main
 from streamflow.tools.demo import command, event_log, generation
 from streamflow.tools.demo.sampling import sample
+from streamflow.trace.file import read_json
+from streamflow.trace.schema import problems_of
 
 Run = Callable[..., Result]
 FEW = ["--steps", "3", "--digits", "1"]
@@ -229,3 +231,12 @@ def test_the_program_itself(tmp_path: Path) -> None:
     assert report["equal"] is True
     assert report["statistics"]["engine"]["streamed_bytes"] > 0
     assert sorted(path.name for path in (tmp_path / "demo-out").iterdir()) == ["digits.png", "events.jsonl"]
+
+
+def test_a_trace_is_written_if_asked_for(run: Run, tmp_path: Path) -> None:
+    result = run("--steps", "2", "--digits", "1", "--trace", "--json")
+    assert result.exit_code == 0, result.output
+    trace = read_json(tmp_path / "out" / "trace.json")
+    assert problems_of(trace) == []
+    fetched = [event for event in trace["traceEvents"] if event["ph"] == "X" and event["cat"] == "slot"]
+    assert len(fetched) > 1

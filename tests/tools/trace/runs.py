@@ -32,11 +32,12 @@ async def run_model(
     options: Mapping[str, Any] | None = None,
     orders: Sequence[Sequence[int]] | None = None,
     meanwhile: Meanwhile | None = None,
+    num_requests: int = 1,
 ) -> None:
     """Write the trace of a few walks to ``path``.
 
     Each block computes for ``compute_s`` and takes ``transfer_s`` on the link. ``orders``: the blocks of each walk, if
-    not all in turn. ``meanwhile`` runs on the loop beside it.
+    not all in turn. ``meanwhile`` runs on the loop beside it. ``num_requests`` do all this at once.
     """
     model = SleepingModel(NUM_BLOCKS, NBYTES, compute_s)
     device = CpuDevice(link_bytes_per_s=NBYTES / transfer_s, compute_units=1)
@@ -51,7 +52,9 @@ async def run_model(
     async with opened as offload, anyio.create_task_group() as tasks:
         if meanwhile is not None:
             tasks.start_soon(meanwhile)
-        await offload.run(walks)
+        async with anyio.create_task_group() as requests:
+            for _ in range(num_requests):
+                requests.start_soon(offload.run, walks)
         tasks.cancel_scope.cancel()
 
 
