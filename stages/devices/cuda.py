@@ -9,7 +9,6 @@ from contextlib import AbstractContextManager
 import torch
 
 from streamflow.stages.devices.base import Event, MemoryReading, Stream
-from streamflow.stages.devices.cuda_copies import queue_copy_call
 from streamflow.stages.devices.cuda_registrar import CudaRegistrar
 from streamflow.stages.devices.memory import MemoryMeter
 from streamflow.stages.errors import DeviceMemoryError, DeviceStreamError
@@ -59,17 +58,6 @@ class CudaStream:
         return CudaEvent(self.raw, self.name)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        if not (source.is_cpu and target.is_cuda and self._queue_copy(target, source)):
-            self._copy_by_torch(target, source)  # a thread's first one; or it says what is wrong
-
-    def _queue_copy(self, target: torch.Tensor, source: torch.Tensor) -> bool:
-        """Queue a copy from page-locked memory, unless the driver refuses; returns whether it is queued."""
-        call = queue_copy_call()
-        if call is None:
-            return False
-        return call(target.data_ptr(), source.data_ptr(), source.numel(), self.raw.cuda_stream) == 0
-
-    def _copy_by_torch(self, target: torch.Tensor, source: torch.Tensor) -> None:
         if torch.cuda.current_stream(target.device) == self.raw:  # threads that only copy stay in the stream
             target.copy_(source, non_blocking=True)
         else:

@@ -8,11 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import attrs
 import pytest
 import torch
 
-from streamflow.stages.devices import cuda as cuda_module
 from streamflow.stages.devices.base import Event
 from streamflow.stages.devices.cpu import CpuEvent
 from streamflow.stages.devices.cuda import CudaDevice, CudaStream
@@ -32,59 +30,6 @@ def test_the_device_is_the_one_named_or_the_current_one(cuda: FakeCuda) -> None:
     assert CudaDevice(torch.device("cuda")).torch_device == torch.device("cuda", 3)
     assert CudaDevice(torch.device("cuda", 1)).torch_device == torch.device("cuda", 1)
     assert not CudaDevice.is_host
-
-
-# Copies
-
-
-@attrs.frozen
-class Memory:
-    """What a copy asks of a tensor."""
-
-    address: int
-    is_cpu: bool
-
-    @property
-    def is_cuda(self) -> bool:
-        return not self.is_cpu
-
-    @property
-    def device(self) -> torch.device:
-        return torch.device("cuda", 3)
-
-    def data_ptr(self) -> int:
-        return self.address
-
-    def numel(self) -> int:
-        return 64
-
-
-@pytest.mark.parametrize(("code", "num_by_torch"), [(0, 0), (201, 1)], ids=["queued", "no context yet"])
-def test_a_copy_from_the_host_is_one_call_of_the_driver_and_torchs_where_that_is_refused(
-    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, code: int, num_by_torch: int
-) -> None:
-    calls, by_torch = [], []
-
-    def queue_copy(*arguments: int) -> int:
-        calls.append(arguments)
-        return code
-
-    monkeypatch.setattr(cuda_module, "queue_copy_call", lambda: queue_copy)
-    monkeypatch.setattr(CudaStream, "_copy_by_torch", lambda stream, target, source: by_torch.append(target))
-    stream = CudaDevice().open_copy_stream("copy")
-    target, source = Memory(0x1000, is_cpu=False), Memory(0x2000, is_cpu=True)
-    stream.copy(target, source)  # type: ignore[arg-type]
-    assert calls == [(0x1000, 0x2000, 64, raw(stream).cuda_stream)]
-    assert len(by_torch) == num_by_torch
-
-
-def test_a_copy_within_the_device_is_torchs(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
-    by_torch = []
-    monkeypatch.setattr(cuda_module, "queue_copy_call", lambda: pytest.fail("host memory was expected"))
-    monkeypatch.setattr(CudaStream, "_copy_by_torch", lambda stream, target, source: by_torch.append(target))
-    on_device = Memory(0x1000, is_cpu=False)
-    CudaDevice().open_copy_stream("copy").copy(on_device, on_device)  # type: ignore[arg-type]
-    assert by_torch == [on_device]
 
 
 # Streams
