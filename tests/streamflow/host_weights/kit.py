@@ -38,6 +38,7 @@ class Stored:
     folder: Path
     case: Case = CASE
     calls: Calls = attrs.field(factory=Calls)
+    store_name: str = "store"
 
     @property
     def checkpoint(self) -> Path:
@@ -45,7 +46,7 @@ class Stored:
 
     @property
     def root(self) -> Path:
-        return self.folder / "store"
+        return self.folder / self.store_name
 
     def save(self, **options: Any) -> None:
         """Write the model's checkpoint."""

@@ -5,8 +5,8 @@ mode there, a sync of a folder the names in it and its mode. So after a stop
 
 - of the names that were given or removed in one folder since its last sync, the first ones may be there and the others
   not; a rename between two folders is two of them, and one half may be there without the other;
-- of the writes to one file since its last sync, any are there, each wholly, by its first half, or not at all; and so for
-  changes of its size and mode;
+- of the writes to one file since its last sync, any are there, each wholly, by its first half, or not at all; and so
+  for changes of its size and mode;
 - a file that is synced may still have no name.
 """
 
