@@ -1,11 +1,20 @@
-"""What tests of the server share."""
+"""What tests of the server share; and it lets the shared kits explain their failed assertions as test modules do."""
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import pytest
 
-from tests.streamflow.runtime.conftest import stops
+if TYPE_CHECKING:
+    from tests.streamflow.runtime.kit import Stops
 
-__all__ = ["stops"]
+pytest.register_assert_rewrite("tests.streamflow.kit", "tests.streamflow.models", "tests.examples.serve.kit")
 
-pytest.register_assert_rewrite("tests.examples.serve.kit")
+
+@pytest.fixture
+def stops(monkeypatch: pytest.MonkeyPatch) -> Stops:
+    """Tells when a request is told to stop."""
+    from tests.streamflow.runtime.kit import Stops  # not before the lines above
+
+    return Stops(monkeypatch)
