@@ -52,6 +52,9 @@ EVERY_OPTION: dict[str, Any] = {
     "admission_window_s": 0.5,
     "close_mode": "drain",
     "close_deadline_s": 3.0,
+    "warmup_failure": "warn",
+    "components": {},
+    "device_budget_bytes": 1 << 30,
 }
 
 #: Options that are groups of options.
@@ -94,7 +97,11 @@ WRONG: dict[str, list[Any]] = {
     "admission_window_s": [-0.1, float("inf"), float("nan"), None, "1", True],
     "close_mode": ["stop", None, 1],
     "close_deadline_s": [-1, float("inf"), None, "5"],
+    "warmup_failure": ["ignore", None, True],
+    "device_budget_bytes": [0, -1, 1.5, "1GB", True],
 }
+#: Options whose wrong values are type errors; see tests/streamflow/pipelines/test_policy.py.
+TYPED = {"components"}
 
 
 @pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in WRONG.items() for value in values])
@@ -119,7 +126,7 @@ def test_all_problems_are_in_one_error() -> None:
 
 
 def test_every_option_is_checked_here() -> None:
-    assert set(WRONG) == set(EVERY_OPTION) == set(OffloadConfig().effective())
+    assert set(WRONG) | TYPED == set(EVERY_OPTION) == set(OffloadConfig().effective())
 
 
 def test_unknown_options_are_all_refused_and_the_nearest_one_suggested() -> None:
