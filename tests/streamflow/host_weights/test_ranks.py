@@ -1,4 +1,4 @@
-"""Which ranks share an entry: replicas do, tensor-parallel ranks do not, and another sequence split is another source."""
+"""Which ranks share an entry: replicas do, tensor-parallel ranks do not, and another split of sequences is another."""
 
 from __future__ import annotations
 
