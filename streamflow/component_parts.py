@@ -13,6 +13,7 @@ from streamflow.binding.poison import Poison
 from streamflow.pipelines.policy import Behaviour
 from streamflow.stages.devices.base import Device
 from streamflow.stages.images import BlockImage
+from streamflow.store.reports import StoreReport
 from streamflow.weights.source import WeightSource
 
 #: Makes the source once the blocks are known.
@@ -24,7 +25,7 @@ class ComponentToOpen:
     """A claimed component, what it is to do, and where its weights come from.
 
     ``residents`` are those of its blocks that stay on the device, by their index: for good, or, where components move,
-    while the component is used.
+    while the component is used. ``store`` is what the host weight store did for it; None if it is off.
     """
 
     name: str
@@ -33,6 +34,7 @@ class ComponentToOpen:
     inventory: Inventory
     make_source: MakeSource
     residents: tuple[int, ...] = ()
+    store: StoreReport | None = None
 
 
 @attrs.frozen(eq=False)

@@ -64,12 +64,13 @@ async def open_offload(
     :raises StoreError: if the store must be used and cannot, or found what must not be.
     """
     config = effective_config(config)
+    inputs = inputs if inputs is not None else LoadInputs()
     if is_pipeline(model):
-        opened = open_pipeline(model, config, LOADED_ALREADY, device)
+        opened = open_pipeline(model, config, LOADED_ALREADY, inputs, device)
     elif config.store_mode == "disabled":
         opened = open_module(model, config, LOADED_ALREADY, device)
     else:
-        opened = open_shared(model, config, inputs if inputs is not None else LoadInputs(), device)
+        opened = open_shared(model, config, inputs, device)
     async with opened as offload:
         await warm_up(offload, model, warmup, on_failure=config.warmup_failure)
         yield offload

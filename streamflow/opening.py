@@ -110,7 +110,7 @@ async def open_with_source(
     if config.components:
         raise ComponentPolicyError("components is about a pipeline's encoders and VAEs, and this is one model", ())
     name, residents = type(model).__name__, resident_blocks(inventory, config)
-    component = ComponentToOpen(name, model, Behaviour.STREAMED, inventory, make_source, residents)
+    component = ComponentToOpen(name, model, Behaviour.STREAMED, inventory, make_source, residents, report)
     async with open_components([component], config, device, report) as offload:
         yield offload
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 
 import attrs
@@ -88,27 +88,30 @@ async def open_ready(
             inventory = inventory.with_tensors(stack.enter_context(lend_placeholders(ready.model)))
         opened = open_with_source(ready.model, inventory, config, ready.make_source, device, ready.report)
         offload = await stack.enter_async_context(opened)
-        if ready.lease is not None and store is not None and _is_to_be_verified(ready, config):
-            await stack.enter_async_context(_verified_meanwhile(store, ready.lease, offload))
+        await stack.enter_async_context(verified_meanwhile(store, [ready], offload))
         yield offload
 
 
-def _is_to_be_verified(ready: Ready, config: OffloadConfig) -> bool:
-    return config.store.verification == "background" and not ready.is_verified
-
-
 @asynccontextmanager
-async def _verified_meanwhile(store: HostWeightStore, lease: Lease, offload: Offload) -> AsyncIterator[None]:
-    """Check the entry's digests while the offload is in use: damage breaks it, and puts the entry aside."""
+async def verified_meanwhile(
+    store: HostWeightStore | None, used: Iterable[Ready], offload: Offload
+) -> AsyncIterator[None]:
+    """Check the digests of the entries in use, if that is asked for and was not done yet, one after the other. Damage
+    breaks the offload, and puts the entry aside.
+    """
+    in_background = offload.config.store.verification == "background"
+    leases = [ready.lease for ready in used if ready.lease is not None and in_background and not ready.is_verified]
 
-    async def verify() -> None:
+    async def verify(store: HostWeightStore) -> None:
         try:
-            await store.verify(lease, num_threads=1)  # requests run beside it, and need the cores and the memory more
+            for lease in leases:
+                await store.verify(lease, num_threads=1)  # requests run beside it, and need cores and memory more
         except StoreError as damage:
             offload.fail(damage)
 
     async with open_tasks() as tasks:
-        tasks.start_soon(verify, name="verification of the stored weights")
+        if store is not None:
+            tasks.start_soon(verify, store, name="verification of the stored weights")
         try:
             yield
         finally:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 from streamflow.binding.guards import all_claimed
 from streamflow.binding.inventory import Inventory
 from streamflow.component_parts import ComponentToOpen
 from streamflow.config import OffloadConfig
-from streamflow.errors import ConfigurationError
+from streamflow.host_weights.components import SharedComponents, open_shared_components
+from streamflow.host_weights.load_inputs import LoadInputs
+from streamflow.host_weights.ready import Ready, verified_meanwhile
 from streamflow.opening import module_source, open_components, resident_blocks
 from streamflow.pipelines.discovery import Component, find_components
 from streamflow.pipelines.guards import PipelineGuards, check_pipeline
@@ -23,16 +25,15 @@ from streamflow.support import check_model
 
 @asynccontextmanager
 async def open_pipeline(
-    pipeline: Any, config: OffloadConfig, reason: str, device: Device | None
+    pipeline: Any, config: OffloadConfig, reason: str, inputs: LoadInputs, device: Device | None
 ) -> AsyncIterator[Offload]:
-    """An offload of a loaded pipeline whose components stream, or move, from their own tensors; ``reason`` says why.
+    """An offload of a loaded pipeline whose components stream, or move, from their own tensors, for which ``reason`` is
+    given; or, with the store on, from the entries of their content.
 
     :raises UnsupportedModelError: if somebody else places its components, or one is not on the host.
     :raises PlanError: if nothing of it would stream.
     :raises ComponentPolicyError: if ``config.components`` names what it cannot decide about.
     """
-    if config.store_mode != "disabled":
-        raise ConfigurationError([f"store_mode={config.store_mode!r} is for single models; open the transformer alone"])
     check_pipeline(pipeline)
     found = find_components(pipeline, config.plan)
     behaviours = resolve_behaviours([component.declared for component in found], config.components)
@@ -41,21 +42,41 @@ async def open_pipeline(
     modules = {component.name: component.module for component in found}
     with all_claimed(modules):
         inventories = take_inventories(found, behaviours)
-        components = [_to_open(c, behaviours[c.name], inventories[c.name], config, reason) for c in found]
         guards = PipelineGuards(pipeline, list(modules.values()))
-        async with open_components(components, config, device, moves=True) as offload:
-            try:
-                guards.install()
-                yield offload
-            finally:
-                guards.remove()
+        async with AsyncExitStack() as stack:
+            shared: SharedComponents | None = None
+            if config.store_mode != "disabled":
+                opened = open_shared_components(modules, inventories, config, inputs)
+                shared = await stack.enter_async_context(opened)
+            ready = {} if shared is None else shared.ready
+            components = [
+                _to_open(c, behaviours[c.name], inventories[c.name], config, reason, ready.get(c.name)) for c in found
+            ]
+            report = None if shared is None else shared.report
+            offload = await stack.enter_async_context(open_components(components, config, device, report, moves=True))
+            if shared is not None:
+                verified = verified_meanwhile(shared.store, shared.ready.values(), offload)
+                await stack.enter_async_context(verified)
+            stack.callback(guards.remove)
+            guards.install()
+            yield offload
 
 
 def _to_open(
-    component: Component, behaviour: Behaviour, inventory: Inventory, config: OffloadConfig, reason: str
+    component: Component,
+    behaviour: Behaviour,
+    inventory: Inventory,
+    config: OffloadConfig,
+    reason: str,
+    ready: Ready | None,
 ) -> ComponentToOpen:
     has_residents = behaviour is Behaviour.STREAMED and component.declared.role is Role.TRANSFORMER
-    residents = resident_blocks(inventory, config) if has_residents else ()
     return ComponentToOpen(
-        component.name, component.module, behaviour, inventory, module_source(config, reason), residents
+        name=component.name,
+        module=component.module,
+        behaviour=behaviour,
+        inventory=inventory,
+        make_source=module_source(config, reason) if ready is None else ready.make_source,
+        residents=resident_blocks(inventory, config) if has_residents else (),
+        store=None if ready is None else ready.report,
     )

@@ -9,6 +9,7 @@ import attrs
 from streamflow.attachment import Attachment
 from streamflow.component_parts import BoundComponent
 from streamflow.pipelines.policy import Behaviour
+from streamflow.store.reports import StoreReport
 
 
 @attrs.frozen
@@ -16,6 +17,7 @@ class ComponentSizes:
     """One component: what it does (``behaviour``), its blocks, and the bytes of its weights.
 
     ``moving_bytes`` come to the device while the component is used, and go; ``fixed_bytes`` are always there.
+    ``store``: what the host weight store did for it; None if it is off.
     """
 
     name: str
@@ -27,6 +29,7 @@ class ComponentSizes:
     moving_bytes: int
     fixed_bytes: int
     host_image_bytes: int
+    store: StoreReport | None
 
 
 @attrs.frozen
@@ -71,4 +74,5 @@ def _component_sizes(component: BoundComponent, attachment: Attachment) -> Compo
         moving_bytes=sum(image.nbytes for image in component.moving.values()),
         fixed_bytes=attachment.fixed.nbytes,
         host_image_bytes=component.source.host_image_bytes,
+        store=component.given.store,
     )
