@@ -6,12 +6,13 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+from streamflow.assembly import open_components
 from streamflow.binding.guards import all_claimed
 from streamflow.binding.inventory import Inventory
 from streamflow.component_parts import ComponentToOpen
 from streamflow.config import OffloadConfig
 from streamflow.errors import ConfigurationError
-from streamflow.opening import module_source, open_components, resident_blocks
+from streamflow.opening import backend_of, module_source, resident_blocks
 from streamflow.pipelines.discovery import Component, find_components
 from streamflow.pipelines.guards import PipelineGuards, check_pipeline
 from streamflow.pipelines.inventories import take_inventories
@@ -43,7 +44,7 @@ async def open_pipeline(
         inventories = take_inventories(found, behaviours)
         components = [_to_open(c, behaviours[c.name], inventories[c.name], config, reason) for c in found]
         guards = PipelineGuards(pipeline, list(modules.values()))
-        async with open_components(components, config, device, moves=True) as offload:
+        async with open_components(components, config, backend_of(device, config), moves=True) as offload:
             try:
                 guards.install()
                 yield offload
