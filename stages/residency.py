@@ -122,9 +122,13 @@ class Residency:
         """Answer until `stop`."""
         with self._serving:
             while True:
-                for message in await self._doorbell.wait():
-                    self._note(message)
-                self._act()
+                messages = await self._doorbell.wait()
+                try:
+                    for message in messages:
+                        self._note(message)
+                except Exception as failure:
+                    self._fail(failure)
+                self._act_or_fail()
 
     def stop(self) -> None:
         """Answer nobody any more; what moves comes to its end. Idempotent."""
@@ -161,6 +165,12 @@ class Residency:
             case CallFailed(component, error):
                 self._broadcast.publish(ComponentFailed(component, error, self.staged_bytes))
 
+    def _act_or_fail(self) -> None:
+        try:
+            self._act()
+        except Exception as failure:
+            self._fail(failure)
+
     def _act(self) -> None:
         moves = self._ledger.decide()
         self._peak_bytes = max(self._peak_bytes, self._ledger.used_bytes)
@@ -194,7 +204,7 @@ class Residency:
             else:
                 self._ledger.arrived(name)
                 self._broadcast.publish(ComponentArrived(name, movable.nbytes, self.staged_bytes))
-            self._act()
+            self._act_or_fail()
 
     async def _allocate(self, movable: Movable) -> None:
         try:
@@ -221,4 +231,4 @@ class Residency:
             await self._crew.call_through(movable.free)
             self._ledger.left(name)
             self._broadcast.publish(ComponentLeft(name, movable.nbytes, self.staged_bytes))
-            self._act()
+            self._act_or_fail()

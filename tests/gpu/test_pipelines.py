@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
 import streamflow
-from streamflow.stages.devices.cuda import CudaDevice
 from streamflow.stages.events import CacheDecided
 from tests.streamflow.kit import sha256_of
 from tests.streamflow.pipelines.families.all import FAMILIES
@@ -71,17 +71,17 @@ async def test_requests_in_a_row_leave_device_memory_flat(anyio_backend: str) ->
 async def test_a_steady_workload_never_flushes_and_a_growing_one_once_for_each_step(anyio_backend: str) -> None:
     """The reading of docs/pipelines.md: activations that the allocator keeps, of sizes that the test decides."""
     pipeline = FLUX.build()
-    megabytes = 64
 
-    def work() -> None:
+    def request(megabytes: int) -> None:
         torch.empty(megabytes << 20, dtype=torch.uint8, device=DEVICE)  # what activations leave in the cache
         FLUX.generate(pipeline)
 
     torch.cuda.empty_cache()
     async with streamflow.open_offload(pipeline, {"device": "cuda:0"}) as offload:
-        await requests(offload, work, 3)
-        assert not any(await requests(offload, work, 10))
+        await requests(offload, partial(request, 64), 3)
+        assert not any(await requests(offload, partial(request, 64), 10))
         for megabytes in (256, 1024):
+            work = partial(request, megabytes)
             grown = await requests(offload, work, 3)
             assert 1 <= sum(grown) <= 2, grown  # one for the step; a boundary may see it in two parts
             assert not any(await requests(offload, work, 5))
@@ -94,7 +94,7 @@ async def test_no_stream_but_the_requests_own_is_needed_for_a_staged_component(a
     latents = torch.randn(1, 4, 4, 4, generator=torch.Generator().manual_seed(0)).to(DEVICE)
     with torch.no_grad():
         expected = sha256_of(resident.vae.decode(latents).sample.cpu())
-        async with streamflow.open_offload(pipeline, CONFIG, device=CudaDevice(DEVICE)) as offload:
+        async with streamflow.open_offload(pipeline, {"device": "cuda:0"}) as offload:
             for _ in range(20):
                 busy = torch.randn(2048, 2048, device=DEVICE)
                 for _ in range(8):
@@ -102,6 +102,3 @@ async def test_no_stream_but_the_requests_own_is_needed_for_a_staged_component(a
                 moved = latents.clone()
                 result = await offload.run(lambda z=moved: pipeline.vae.decode(z).sample)
                 assert sha256_of(result.cpu()) == expected
-
-
-CONFIG = {"device": "cuda:0"}
