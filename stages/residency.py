@@ -5,14 +5,13 @@ Compute threads ask and wait; the loop decides (`ResidencyLedger`), moves what i
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterable
-from contextlib import ExitStack, asynccontextmanager
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 
 import anyio
 import anyio.abc
-import attrs
 
-from streamflow.stages.devices.base import Device, Event
+from streamflow.stages.devices.base import Event
 from streamflow.stages.errors import DeviceMemoryError, DeviceStreamError, EngineBrokenError, NestedComponentError
 from streamflow.stages.events import ComponentArrived, ComponentFailed, ComponentLeft
 from streamflow.stages.ledger import Lease, Presence, ResidencyLedger
@@ -20,41 +19,12 @@ from streamflow.stages.mailbox import Answer
 from streamflow.stages.movables import Movable
 from streamflow.stages.observers import Broadcast
 from streamflow.stages.places import Place
+from streamflow.stages.residency_messages import Asked, CallFailed, Message, Released, Withdrawn
 from streamflow.stages.retention import Reason
 from streamflow.stages.retention_observer import RetentionObserver
 from streamflow.stages.signals import Doorbell
-from streamflow.stages.threads import ThreadCrew, open_tasks
+from streamflow.stages.threads import ThreadCrew
 from streamflow.stages.transfers.base import Transfer
-
-
-@attrs.frozen
-class _Asked:
-    place: Place
-    component: str
-    keep: bool
-    ticket: int
-
-
-@attrs.frozen
-class _Released:
-    place: Place
-    component: str
-    event: Event
-
-
-@attrs.frozen
-class _Withdrawn:
-    place: Place
-    events: tuple[Event, ...]
-
-
-@attrs.frozen
-class _CallFailed:
-    component: str
-    error: BaseException
-
-
-_Message = _Asked | _Released | _Withdrawn | _CallFailed
 
 
 class Residency:
@@ -81,8 +51,8 @@ class Residency:
         self._broadcast = broadcast
         self._retention = retention
         self._fail = fail
-        self._doorbell: Doorbell[_Message] = Doorbell()
-        self._questions: dict[Lease, _Asked] = {}
+        self._doorbell: Doorbell[Message] = Doorbell()
+        self._questions: dict[Lease, Asked] = {}
         self._peak_bytes = 0
         self._serving = anyio.CancelScope(shield=True)
 
@@ -100,7 +70,7 @@ class Residency:
         :raises NestedComponentError: if it is asked for inside another component, and there is no room for both.
         """
         try:
-            self._doorbell.ring(_Asked(place, component, keep, place.mailbox.draw_ticket()))
+            self._doorbell.ring(Asked(place, component, keep, place.mailbox.draw_ticket()))
             for event in place.mailbox.wait_for_answer():
                 place.stream.wait(event)
         except DeviceStreamError as failure:
@@ -112,7 +82,7 @@ class Residency:
 
     def release(self, place: Place, component: str) -> None:
         """The place's work with the component is all queued. Idempotent."""
-        self._doorbell.ring(_Released(place, component, place.stream.record()))
+        self._doorbell.ring(Released(place, component, place.stream.record()))
 
     def withdraw(self, place: Place) -> None:
         """The place's request is over, and holds nothing any more. Idempotent."""
@@ -121,11 +91,11 @@ class Residency:
             events = (place.stream.record(),)
         except Exception as failure:  # the device refuses even to record an event
             self._fail(failure)
-        self._doorbell.ring(_Withdrawn(place, events))
+        self._doorbell.ring(Withdrawn(place, events))
 
     def note_failure(self, component: str, error: BaseException) -> None:
         """A call of the component failed: what it had allocated is worth nothing to the next one."""
-        self._doorbell.ring(_CallFailed(component, error))
+        self._doorbell.ring(CallFailed(component, error))
 
     # For the owner, on the loop
 
@@ -152,9 +122,13 @@ class Residency:
         """Answer until `stop`."""
         with self._serving:
             while True:
-                for message in await self._doorbell.wait():
-                    self._note(message)
-                self._act()
+                messages = await self._doorbell.wait()
+                try:
+                    for message in messages:
+                        self._note(message)
+                except Exception as failure:
+                    self._fail(failure)
+                self._act_or_fail()
 
     def stop(self) -> None:
         """Answer nobody any more; what moves comes to its end. Idempotent."""
@@ -174,22 +148,28 @@ class Residency:
 
     # On the loop
 
-    def _note(self, message: _Message) -> None:
+    def _note(self, message: Message) -> None:
         match message:
-            case _Asked(place, component, keep):
+            case Asked(place, component, keep):
                 self._ledger.ask(place.index, component, keep=keep)
                 self._questions[Lease(place.index, component)] = message
-            case _Released(place, component, event):
+            case Released(place, component, event):
                 self._movables[component].note_use(event)
                 self._questions.pop(Lease(place.index, component), None)
                 self._ledger.release(place.index, component)
-            case _Withdrawn(place, events):
+            case Withdrawn(place, events):
                 for name in self._ledger.held_by(place.index):
                     for event in events:
                         self._movables[name].note_use(event)
                 self._ledger.withdraw(place.index)
-            case _CallFailed(component, error):
+            case CallFailed(component, error):
                 self._broadcast.publish(ComponentFailed(component, error, self.staged_bytes))
+
+    def _act_or_fail(self) -> None:
+        try:
+            self._act()
+        except Exception as failure:
+            self._fail(failure)
 
     def _act(self) -> None:
         moves = self._ledger.decide()
@@ -224,7 +204,7 @@ class Residency:
             else:
                 self._ledger.arrived(name)
                 self._broadcast.publish(ComponentArrived(name, movable.nbytes, self.staged_bytes))
-            self._act()
+            self._act_or_fail()
 
     async def _allocate(self, movable: Movable) -> None:
         try:
@@ -251,53 +231,4 @@ class Residency:
             await self._crew.call_through(movable.free)
             self._ledger.left(name)
             self._broadcast.publish(ComponentLeft(name, movable.nbytes, self.staged_bytes))
-            self._act()
-
-
-@asynccontextmanager
-async def open_residency(
-    movables: Iterable[Movable],
-    *,
-    budget_bytes: int | None,
-    device: Device,
-    transfer: Transfer,
-    crew: ThreadCrew,
-    broadcast: Broadcast,
-    is_busy: Callable[[], bool],
-    fail: Callable[[BaseException], None],
-) -> AsyncIterator[Residency]:
-    """The residency of ``movables`` (names are distinct), within ``budget_bytes`` of device memory (None: no limit).
-
-    The caller sees to it that no thread is inside a component any more when it leaves. Leaving, also under
-    cancellation: moves under way are finished, everything is taken away, the allocator's cache is given back.
-    """
-    residency: Residency | None = None
-    try:
-        async with open_tasks() as nursery:
-            retention = RetentionObserver(device, crew, broadcast, is_busy, fail)
-            residency = Residency(
-                movables,
-                budget_bytes=budget_bytes,
-                transfer=transfer,
-                crew=crew,
-                nursery=nursery,
-                broadcast=broadcast,
-                retention=retention,
-                fail=fail,
-            )
-            nursery.start_soon(residency.serve, name="residency")
-            nursery.start_soon(retention.serve, name="retention")
-            try:
-                yield residency
-            finally:
-                retention.stop()
-                residency.stop()
-    finally:
-        if residency is not None:
-            try:
-                residency.unbind_all()
-            finally:
-                try:
-                    await crew.call_through(residency.free_all)
-                finally:
-                    await crew.call_through(device.release_cache)
+            self._act_or_fail()

@@ -13,7 +13,8 @@ from streamflow.pipelines.policy import Behaviour
 from streamflow.stages.devices.base import Device
 from streamflow.stages.engine import Engine
 from streamflow.stages.movables import Movable
-from streamflow.stages.residency import Residency, open_residency
+from streamflow.stages.residency import Residency
+from streamflow.stages.residency_opening import open_residency
 from streamflow.stages.threads import ThreadCrew
 
 

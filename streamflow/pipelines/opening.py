@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
+from streamflow.assembly import open_components
 from streamflow.binding.guards import all_claimed
 from streamflow.binding.inventory import Inventory
 from streamflow.component_parts import ComponentToOpen
@@ -13,7 +14,7 @@ from streamflow.config import OffloadConfig
 from streamflow.host_weights.components import SharedComponents, open_shared_components
 from streamflow.host_weights.load_inputs import LoadInputs
 from streamflow.host_weights.ready import Ready, verified_meanwhile
-from streamflow.opening import module_source, open_components, resident_blocks
+from streamflow.opening import backend_of, module_source, resident_blocks
 from streamflow.pipelines.discovery import Component, find_components
 from streamflow.pipelines.guards import PipelineGuards, check_pipeline
 from streamflow.pipelines.inventories import take_inventories
@@ -53,7 +54,9 @@ async def open_pipeline(
                 _to_open(c, behaviours[c.name], inventories[c.name], config, reason, ready.get(c.name)) for c in found
             ]
             report = None if shared is None else shared.report
-            offload = await stack.enter_async_context(open_components(components, config, device, report, moves=True))
+            offload = await stack.enter_async_context(
+                open_components(components, config, backend_of(device, config), report, moves=True)
+            )
             if shared is not None:
                 verified = verified_meanwhile(shared.store, shared.ready.values(), offload)
                 await stack.enter_async_context(verified)

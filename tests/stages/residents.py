@@ -13,7 +13,8 @@ from streamflow.stages.devices.base import Device
 from streamflow.stages.movables import Movable
 from streamflow.stages.observers import Broadcast
 from streamflow.stages.places import Place
-from streamflow.stages.residency import Residency, open_residency
+from streamflow.stages.residency import Residency
+from streamflow.stages.residency_opening import open_residency
 from streamflow.stages.signals import LoopEvent
 from streamflow.stages.testing.binder import RecordingBinder
 from streamflow.stages.testing.blocks import ToyBlocks

@@ -78,7 +78,7 @@ STAGES = {
     "blocks are unbound": Stage(BlockBinder, "show_rest", PAGEABLE, in_place=True),
     "a block is unbound": Stage(BoundBlock, "show_rest", PAGEABLE, in_place=True, num_successes=2),
     "the copy stream opens": Stage(LateDevice, "open_copy_stream", PAGEABLE, LateDevice, in_place=True),
-    "the transfer opens": Stage("streamflow.opening", "open_staged", PAGEABLE, in_place=True),
+    "the transfer opens": Stage("streamflow.transfer_opening", "open_staged", PAGEABLE, in_place=True),
     "the window is allocated": Stage(Window, "__init__", PAGEABLE, in_place=True),
     "a slot is allocated": Stage(LateDevice, "allocate", PAGEABLE, LateDevice, in_place=True, num_successes=2),
     "a resident is allocated": Stage(

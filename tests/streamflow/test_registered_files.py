@@ -228,12 +228,12 @@ async def test_files_that_are_not_registered_never_reach_the_direct_transfer(
 ) -> None:
     """Whatever was decided: a wrong decision is an error, not a slow or a wrong copy."""
     save_checkpoint(CASE.build(), tmp_path)
-    choose = streamflow.opening.choose  # type: ignore[attr-defined]
+    choose = streamflow.transfer_opening.choose  # type: ignore[attr-defined]
 
     def wrong(candidates: Any, config: Any, **situation: Any) -> Any:
         return choose(candidates, config, **{**situation, "why_not_registered": None})
 
-    monkeypatch.setattr("streamflow.opening.choose", wrong)
+    monkeypatch.setattr("streamflow.transfer_opening.choose", wrong)
     device = RegisteringDevice(refusal=REFUSED)
     with pytest.raises(NotPageLockedError, match=r"blocks\.0 is not page-locked, so the device cannot copy it"):
         async with streamflow.open_streamed(CASE.build, tmp_path, {"resident_blocks": "all"}, device=device):
