@@ -53,7 +53,7 @@ class BoundComponent:
     def images(self) -> dict[int, BlockImage]:
         """The block images by their numbers, under names of their own. After `WeightSource.prepare`."""
         return {
-            self.first_block + index: attrs.evolve(image, name=f"{self.name}.{image.name}".rstrip("."))
+            self.first_block + index: attrs.evolve(image, name=f"{self.name}.{image.name}")
             for index, image in self.source.images.items()
         }
 

@@ -65,7 +65,7 @@ async def open_offload(
     """
     config = effective_config(config)
     if is_pipeline(model):
-        opened = open_pipeline(model, config, LOADED_ALREADY, device)
+        opened = open_pipeline(model, config, inputs or LoadInputs(), LOADED_ALREADY, device)
     elif config.store_mode == "disabled":
         opened = open_module(model, config, LOADED_ALREADY, device)
     else:

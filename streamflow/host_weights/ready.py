@@ -88,17 +88,25 @@ async def open_ready(
             inventory = inventory.with_tensors(stack.enter_context(lend_placeholders(ready.model)))
         opened = open_with_source(ready.model, inventory, config, ready.make_source, device, ready.report)
         offload = await stack.enter_async_context(opened)
-        if ready.lease is not None and store is not None and _is_to_be_verified(ready, config):
-            await stack.enter_async_context(_verified_meanwhile(store, ready.lease, offload))
+        await stack.enter_async_context(verified_meanwhile(ready, config, store, offload))
         yield offload
 
 
-def _is_to_be_verified(ready: Ready, config: OffloadConfig) -> bool:
-    return config.store.verification == "background" and not ready.is_verified
+@asynccontextmanager
+async def verified_meanwhile(
+    ready: Ready, config: OffloadConfig, store: HostWeightStore | None, offload: Offload
+) -> AsyncIterator[None]:
+    """Verify the entry that ``ready`` streams from, if it has one, as the configuration says, while this is open."""
+    is_asked_for = config.store.verification == "background" and not ready.is_verified
+    if ready.lease is None or store is None or not is_asked_for:
+        yield
+        return
+    async with _verified(store, ready.lease, offload):
+        yield
 
 
 @asynccontextmanager
-async def _verified_meanwhile(store: HostWeightStore, lease: Lease, offload: Offload) -> AsyncIterator[None]:
+async def _verified(store: HostWeightStore, lease: Lease, offload: Offload) -> AsyncIterator[None]:
     """Check the entry's digests while the offload is in use: damage breaks it, and puts the entry aside."""
 
     async def verify() -> None:

@@ -13,6 +13,9 @@ from streamflow.pipelines.discovery import Component
 from streamflow.pipelines.policy import Behaviour
 from streamflow.support import check_not_compiled_whole
 
+#: The path of the one block of a component that moves as a whole.
+WHOLE = "(whole)"
+
 
 def take_inventories(components: Sequence[Component], behaviours: Mapping[str, Behaviour]) -> dict[str, Inventory]:
     """The inventory of each component by its name; nothing is changed.
@@ -45,5 +48,5 @@ def _take(component: Component, behaviour: Behaviour, shared: Collection[int]) -
         blocks = find_blocks(module, component.plan)
         check_not_compiled_whole(module, [block.module for block in blocks])
         return take_inventory(module, blocks, shared)
-    whole = [Block("", module, "", False)] if behaviour is Behaviour.STAGED else []
+    whole = [Block(WHOLE, module, "", False)] if behaviour is Behaviour.STAGED else []
     return take_inventory(module, whole, shared)
