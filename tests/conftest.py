@@ -19,6 +19,16 @@ import hypothesis
 import pytest
 import torch
 
+# Here, before any test imports one of them: kits explain their failed assertions as test modules do.
+pytest.register_assert_rewrite(
+    "tests.examples.serve.kit",
+    "tests.streamflow.kit",
+    "tests.streamflow.models",
+    "tests.streamflow.real_models.kit",
+    "tests.streamflow.runtime.interrupts",
+    "tests.streamflow.store.kit",
+)
+
 ROOT = Path(__file__).resolve().parent.parent
 
 # Examples take longer on a busy machine: a slow one is no fault. In CI the same examples run every time.

@@ -9,8 +9,6 @@ import pytest
 if TYPE_CHECKING:
     from tests.streamflow.runtime.kit import Stops
 
-pytest.register_assert_rewrite("tests.streamflow.kit", "tests.streamflow.models", "tests.examples.serve.kit")
-
 
 @pytest.fixture
 def stops(monkeypatch: pytest.MonkeyPatch) -> Stops:

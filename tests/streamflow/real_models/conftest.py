@@ -9,8 +9,6 @@ import pytest
 
 from tests.streamflow.real_models.models import Variant
 
-pytest.register_assert_rewrite("tests.streamflow.real_models.kit")
-
 Saved = Callable[[Variant], Path]
 
 

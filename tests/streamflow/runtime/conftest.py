@@ -6,8 +6,6 @@ import pytest
 
 from tests.streamflow.runtime.kit import Stops
 
-pytest.register_assert_rewrite("tests.streamflow.runtime.interrupts")
-
 
 @pytest.fixture
 def stops(monkeypatch: pytest.MonkeyPatch) -> Stops:

@@ -11,8 +11,6 @@ import pytest
 
 from streamflow.store.descriptors import num_open
 
-pytest.register_assert_rewrite("tests.streamflow.store.kit")
-
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
