@@ -1,8 +1,7 @@
-"""A text-to-image pipeline from the directory that diffusers saved it in; its transformer streams from there."""
+"""A text-to-image pipeline from the directory that diffusers saved it in, whole: what does not fit streams."""
 
 from __future__ import annotations
 
-import copy
 import io
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -13,12 +12,10 @@ from typing import Any
 import anyio.to_thread
 import torch
 from diffusers import DiffusionPipeline
-from torch import nn
 
 import streamflow
 from serve.inputs import Inputs
 from serve.model import OnStep, Opened
-from streamflow.diffusers_models import diffusers_builder
 
 
 class PipelineModel:
@@ -32,15 +29,11 @@ class PipelineModel:
         """Any prompt will do."""
 
     def draw(self, inputs: Inputs, on_step: OnStep) -> bytes:
-        pipeline = copy.copy(self._pipeline)
-        pipeline.scheduler = copy.deepcopy(self._pipeline.scheduler)
-        pipeline.set_progress_bar_config(disable=True)
-
         def after_step(_pipeline: Any, step: int, _time: Any, values: dict[str, Any]) -> dict[str, Any]:
             on_step(step + 1, inputs.num_steps)
             return values
 
-        (image,) = pipeline(
+        (image,) = self._another_pipeline()(
             prompt=inputs.prompt,
             num_inference_steps=inputs.num_steps,
             guidance_scale=inputs.guidance,
@@ -53,20 +46,18 @@ class PipelineModel:
         image.save(png, "PNG")
         return png.getvalue()
 
+    def _another_pipeline(self) -> Any:
+        """One over the same components, but for the scheduler, which keeps the state of its loop."""
+        scheduler = type(self._pipeline.scheduler).from_config(self._pipeline.scheduler.config)
+        another = type(self._pipeline)(**{**self._pipeline.components, "scheduler": scheduler})
+        another.set_progress_bar_config(disable=True)
+        return another
+
 
 @asynccontextmanager
 async def open_pipeline(directory: Path, dtype: torch.dtype, config: streamflow.OffloadConfig) -> AsyncIterator[Opened]:
-    """The pipeline, its transformer streaming while this is open, everything else on the device."""
-    build = await anyio.to_thread.run_sync(diffusers_builder, directory / "transformer", dtype)
-    async with streamflow.open_streamed(build, directory / "transformer", config) as (offload, transformer):
-        load = partial(_load, directory, dtype, transformer, config.torch_device())
-        pipeline = await anyio.to_thread.run_sync(load)
+    """The pipeline, loaded on the host and streaming while this is open."""
+    load = partial(DiffusionPipeline.from_pretrained, directory, dtype=dtype)
+    pipeline: Any = await anyio.to_thread.run_sync(load)
+    async with streamflow.open_offload(pipeline, config) as offload:
         yield Opened(offload, PipelineModel(directory.name, pipeline))
-
-
-def _load(directory: Path, dtype: torch.dtype, transformer: nn.Module, device: torch.device) -> Any:
-    pipeline: Any = DiffusionPipeline.from_pretrained(directory, transformer=transformer, torch_dtype=dtype)
-    for component in pipeline.components.values():
-        if isinstance(component, nn.Module) and component is not transformer:
-            component.to(device)
-    return pipeline

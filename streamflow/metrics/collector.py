@@ -11,8 +11,8 @@ from prometheus_client.registry import Collector
 
 from streamflow.errors import ModelNameTakenError
 from streamflow.facade import StartedOffload
+from streamflow.metrics.event_metrics import EventMetrics
 from streamflow.metrics.families import collect
-from streamflow.metrics.histograms import EventHistograms
 from streamflow.runtime.offload import Offload
 from streamflow.stages.events import ObservedEvent
 from streamflow.stages.threads import open_tasks
@@ -29,7 +29,7 @@ class OffloadCollector(Collector):
     def __init__(self, *, link_bytes_per_s: float | None = None) -> None:
         self._link_bytes_per_s = link_bytes_per_s
         self._offloads: dict[str, Offload | StartedOffload] = {}
-        self._histograms = EventHistograms()
+        self._of_events = EventMetrics()
 
     @contextmanager
     def counting(self, offload: Offload | StartedOffload, model: str) -> Iterator[None]:
@@ -46,7 +46,7 @@ class OffloadCollector(Collector):
 
     @asynccontextmanager
     async def watching(self, offload: Offload, model: str) -> AsyncIterator[None]:
-        """`counting`, and the histograms of what only events tell, too. On the offload's own loop.
+        """`counting`, and what only events tell, too. On the offload's own loop.
 
         :raises ModelNameTakenError: if ``model`` is the name of another offload.
         """
@@ -57,16 +57,16 @@ class OffloadCollector(Collector):
                     yield
                 finally:
                     tasks.cancel_scope.cancel()
-                    self._histograms.forget(model)
+                    self._of_events.forget(model)
 
     async def _follow(self, model: str, events: MemoryObjectReceiveStream[ObservedEvent]) -> None:
         async for event in events:
-            self._histograms.note(model, event)
+            self._of_events.note(model, event)
 
     def collect(self) -> Iterator[Metric]:
         """The metrics now."""
         yield from collect({model: offload.statistics() for model, offload in list(self._offloads.items())})
-        yield from self._histograms.collect()
+        yield from self._of_events.collect()
         if self._link_bytes_per_s is not None:
             meaning = "Bytes per second that the host link can carry, as it was said."
             yield GaugeMetricFamily("streamflow_link_capacity_bytes_per_second", meaning, self._link_bytes_per_s)

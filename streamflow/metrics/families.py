@@ -58,17 +58,33 @@ def _waits(statistics: OffloadStatistics) -> Values:
 
 
 def _device_bytes(statistics: OffloadStatistics) -> Values:
-    engine = statistics.engine
+    engine, staging = statistics.engine, statistics.staging
     return {
         ("window",): engine.window_bytes,
         ("resident",): engine.resident_bytes,
         ("scratch",): engine.scratch_bytes,
         ("fixed",): statistics.fixed_bytes,
+        **({} if staging is None else {("staged",): staging.staged_bytes}),
     }
 
 
 def _host_bytes(statistics: OffloadStatistics) -> Values:
     return {("images",): statistics.host_image_bytes, ("staging",): statistics.engine.staging_bytes}
+
+
+def _staged_peak(statistics: OffloadStatistics) -> Values:
+    staging = statistics.staging
+    return {} if staging is None else {(): staging.staged_peak_bytes}
+
+
+def _budget(statistics: OffloadStatistics) -> Values:
+    staging = statistics.staging
+    return {} if staging is None or staging.budget_bytes is None else {(): staging.budget_bytes}
+
+
+def _waiting_for_components(statistics: OffloadStatistics) -> Values:
+    staging = statistics.staging
+    return {} if staging is None else {(): staging.num_waiting}
 
 
 def _blocks(statistics: OffloadStatistics) -> Values:
@@ -129,6 +145,19 @@ FAMILIES = (
     _gauge("device_peak_bytes", "Device memory that streamflow held at most.", lambda s: s.engine.device_peak_bytes),
     Family(
         GaugeMetricFamily, "host_bytes", "Private host memory that streamflow holds, by use.", _host_bytes, ("use",)
+    ),
+    _gauge(
+        "registered_bytes", "Bytes of mapped files that are page-locked.", lambda s: s.registration.registered_bytes
+    ),
+    Family(
+        GaugeMetricFamily, "staged_peak_bytes", "What components that move had on the device at most.", _staged_peak
+    ),
+    Family(GaugeMetricFamily, "staging_budget_bytes", "What components that move may have there.", _budget),
+    Family(
+        GaugeMetricFamily,
+        "requests_waiting_for_component",
+        "Requests that wait for a component to come to the device.",
+        _waiting_for_components,
     ),
     _gauge("model_bytes", "Bytes of all weights of the model.", lambda s: s.model_bytes),
     Family(GaugeMetricFamily, "blocks", "Blocks of the model, by whether they stream.", _blocks, ("kind",)),

@@ -76,8 +76,10 @@ class Server:
         return await self.client.post(PATH, json={"prompt": "p", "num_steps": 1, **inputs}, headers=headers)
 
     async def until_ready(self) -> None:
+        """Return when it serves; fail at once if it never will."""
         with anyio.fail_after(PATIENCE_S):
-            while (await self.client.get("/readyz")).status_code != 200:  # noqa: ASYNC110 - as whoever asks it from outside
+            while (answer := await self.client.get("/readyz")).status_code != 200:
+                assert answer.json()["state"] == "opening"
                 await anyio.sleep(0.01)
 
 

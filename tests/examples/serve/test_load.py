@@ -30,6 +30,8 @@ NUM_WARM_UP = 150
 MORE_OBJECTS, MORE_BYTES = NUM_REQUESTS // 4, 16 << 20
 HEALTHY_S = 0.1
 NUM_READINGS = 25
+#: Requests of one turn of the comparison, and turns at most.
+NUM_IN_TURN, NUM_TURNS = 250, 3
 
 
 @attrs.frozen
@@ -85,7 +87,7 @@ async def load(client: httpx2.AsyncClient, num_requests: int, seed: int) -> Load
     return run
 
 
-async def everything(served: Program) -> Load:
+async def everything(served: Program) -> None:
     """The load, with what is so before and afterwards."""
     async with ready(served) as client:
         await load(client, NUM_WARM_UP, seed=1)
@@ -96,7 +98,6 @@ async def everything(served: Program) -> Load:
     assert run.right["picture"] > 0.4 * NUM_REQUESTS
     assert min(run.right["events"], run.left, *(run.errors[e] for e in MUST_HAPPEN)) >= 10
     check_flat(before, after)
-    return run
 
 
 #: What a load would not be one without.
@@ -120,18 +121,32 @@ def check_flat(before: Held, after: Held) -> None:
 def test_a_thousand_requests_are_right_or_a_typed_error_and_leave_nothing(tmp_path: Path) -> None:
     log = tmp_path / "log"
     with program(log, "tests.examples.serve.load_server") as served:
-        run = anyio.run(everything, served)
+        anyio.run(everything, served)
         served.process.send_signal(signal.SIGTERM)
         assert served.process.wait(PATIENCE_S) == 0, log.read_text()
-    limit = HEALTHY_S
-    if p99(run.health_s) > limit:  # what the machine does beside this counts for neither
-        with program(tmp_path / "resident", "tests.examples.serve.load_server", "--resident") as served:
-            limit = max(limit, 2 * p99(anyio.run(resident_health, served)))
-    assert p99(run.health_s) <= limit
 
 
-async def resident_health(served: Program) -> list[float]:
-    """What the health endpoint takes during the same load on the resident model."""
-    async with ready(served) as client:
-        await load(client, NUM_WARM_UP, seed=1)
-        return (await load(client, NUM_REQUESTS, seed=2)).health_s
+def test_the_health_endpoint_answers_as_fast_as_with_the_resident_model(tmp_path: Path) -> None:
+    """At most the larger of 100 ms and twice as long, in 99 of 100 cases. Both are measured by turns: what else the
+    machine does slows both, and what is done on the loop is seen in every turn.
+    """
+    server = "tests.examples.serve.load_server"
+    with (
+        program(tmp_path / "streamed", server) as streamed,
+        program(tmp_path / "resident", server, "--resident") as resident,
+    ):
+        turns = anyio.run(measured_by_turns, streamed, resident)
+    assert any(theirs <= max(HEALTHY_S, 2 * others) for theirs, others in turns), turns
+
+
+async def measured_by_turns(streamed: Program, resident: Program) -> list[tuple[float, float]]:
+    """The p99 of both, in seconds, turn by turn, up to the first good one; what need not be measured is 0."""
+    turns = []
+    async with ready(streamed) as client, ready(resident) as other:
+        for turn in range(NUM_TURNS):
+            theirs = p99((await load(client, NUM_IN_TURN, seed=turn)).health_s)
+            others = 0.0 if theirs <= HEALTHY_S else p99((await load(other, NUM_IN_TURN, seed=turn)).health_s)
+            turns.append((theirs, others))
+            if theirs <= max(HEALTHY_S, 2 * others):
+                break
+    return turns

@@ -17,6 +17,9 @@ from streamflow import Offload
 from streamflow.errors import ModelNameTakenError
 from streamflow.metrics.collector import OffloadCollector
 from streamflow.metrics.families import FAMILIES
+from tests.streamflow.devices import FarCpuDevice
+from tests.streamflow.pipelines.families.flux import FLUX
+from tests.streamflow.pipelines.kit import ready
 from tests.streamflow.runtime.kit import Subject, make_subject, until_so
 
 pytestmark = pytest.mark.anyio
@@ -164,3 +167,21 @@ async def test_names_and_meanings_follow_the_conventions() -> None:
 def test_who_does_not_ask_for_metrics_does_not_import_their_library() -> None:
     code = "import sys, streamflow; streamflow.open_offload; sys.exit('prometheus_client' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
+
+
+async def test_components_that_move_and_what_is_done_with_the_cache_are_counted() -> None:
+    given = ready(FLUX)
+    collector = OffloadCollector()
+    registry = registered(collector)
+    opened = streamflow.open_offload(given.pipeline, device=FarCpuDevice())
+    async with opened as offload, collector.watching(offload, "m"):
+        await given.check(offload)
+        for component in FLUX.staged:
+            await until_so(lambda name=component: value(registry, "component_arrivals_total", component=name) == 1)
+        decided = {"action": "released", "reason": "telemetry_missing"}
+        await until_so(lambda: value(registry, "retention_decisions_total", **decided) is not None)
+        staging = offload.statistics().staging
+        assert staging is not None
+        assert value(registry, "staged_peak_bytes") == staging.staged_peak_bytes > 0
+        assert value(registry, "requests_waiting_for_component") == 0
+        assert value(registry, "component_failures_total", component="vae") is None

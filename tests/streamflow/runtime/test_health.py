@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
+import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -14,8 +16,10 @@ import pytest
 from torch import nn
 
 import streamflow
+from streamflow.host_weights import sharing
 from streamflow.stages.devices.cpu import CpuDevice
 from streamflow.stages.images import MemoryPiece
+from streamflow.store import hashing
 from streamflow.weights.pieces import FilePiece
 from tests.streamflow.devices import FarCpuDevice
 from tests.streamflow.kit import save_checkpoint
@@ -28,6 +32,8 @@ pytestmark = [pytest.mark.anyio, pytest.mark.timeout(110), pytest.mark.slow]
 LIMIT_S = 0.1
 #: How long each thing takes that must not be done on the loop: a single one would be seen.
 SLOW_S = 0.2
+#: What is hashed of names and manifests on the way is not what is looked for.
+SMALL_BYTES = 1 << 16
 #: On a busy machine a pause may be nobody's fault; what is done on the loop is seen every time.
 NUM_ATTEMPTS = 3
 
@@ -153,3 +159,41 @@ async def test_the_watch_sees_what_is_done_on_the_loop() -> None:
         time.sleep(SLOW_S)  # noqa: ASYNC251 - the fault that the others look for
 
     assert await longest_gap(phase) >= LIMIT_S
+
+
+@pytest.mark.parametrize("verification", ["digest", "background"])
+async def test_while_weights_are_hashed_published_and_verified(
+    verification: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hashing is slow, whoever does it: for the identity, while publishing, and to prove an entry that is there."""
+    subject = make_subject(num_blocks=3)
+    original = hashlib.sha256
+    main = threading.get_ident()
+
+    class Slow:
+        def __init__(self, data: bytes = b"") -> None:
+            self._digest = original(data)
+            time.sleep(SLOW_S if threading.get_ident() != main or len(data) > SMALL_BYTES else 0)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._digest, name)
+
+    monkeypatch.setattr(hashing.hashlib, "sha256", Slow)
+    # a garbage collection and a trim of the whole process, in which pytest has far more than we: every thread stops
+    monkeypatch.setattr(sharing, "give_memory_back", lambda: None)
+    num_openings = 0
+
+    async def phase() -> None:
+        nonlocal num_openings
+        num_openings += 1
+        store = {"root": tmp_path, "verification": verification, "free_space_headroom_bytes": 0}
+        options = {"store_mode": "preferred", "store": store}
+        async with streamflow.open_offload(subject.model, options) as offload:
+            assert await offload.run(subject.forward) == subject.expected
+            report = offload.statistics().store
+        assert report is not None
+        assert report.outcome == ("published" if num_openings == 1 else "local_hit"), report.reason
+
+    assert await longest_gap(phase) < LIMIT_S
+    assert await longest_gap(phase) < LIMIT_S  # now it is there
+    assert num_openings >= 2

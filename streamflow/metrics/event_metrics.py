@@ -1,4 +1,4 @@
-"""What only events tell: how many passes share a walk, how long walks take, and how long requests have a place."""
+"""What only events tell: of walks, of the time for which requests have a place, and of components that move."""
 
 from __future__ import annotations
 
@@ -6,10 +6,20 @@ import time
 from collections.abc import Iterable, Iterator
 
 import attrs
-from prometheus_client import Histogram
+from prometheus_client import Counter, Histogram
 from prometheus_client.metrics_core import Metric
 
-from streamflow.stages.events import ObservedEvent, RequestEnded, RequestStarted, WalkEnded, WalkJoined, WalkStarted
+from streamflow.stages.events import (
+    CacheDecided,
+    ComponentArrived,
+    ComponentFailed,
+    ObservedEvent,
+    RequestEnded,
+    RequestStarted,
+    WalkEnded,
+    WalkJoined,
+    WalkStarted,
+)
 
 _PASSES = (1, 2, 3, 4, 6, 8, 12, 16, 24)
 _SECONDS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500)
@@ -22,8 +32,10 @@ class _Walk:
     num_passes: int
 
 
-class EventHistograms:
-    """Histograms of any number of models. `note` is for the loop of the model's offload, `collect` for any thread.
+class EventMetrics:
+    """Histograms and counters of any number of models.
+
+    `note` is for the loop of the model's offload, `collect` for any thread.
 
     Events may be lost before they come here: what has lost its beginning or its end is not counted.
     """
@@ -33,6 +45,11 @@ class EventHistograms:
         self._walk_seconds = _histogram("walk_seconds", "Time from a walk's beginning to its end.", _SECONDS)
         self._running_seconds = _histogram(
             "request_running_seconds", "Time for which a request or a direct call had a place.", _SECONDS
+        )
+        self._arrivals = _counter("component_arrivals", "Times that a component came to the device.", "component")
+        self._failures = _counter("component_failures", "Components that could not come, or failed.", "component")
+        self._retention = _counter(
+            "retention_decisions", "What was done with the allocator's cache, and why.", "action", "reason"
         )
         self._walks: dict[str, _Walk] = {}
         self._places: dict[tuple[str, int], float] = {}
@@ -51,22 +68,34 @@ class EventHistograms:
                 self._places[model, place] = time.monotonic()
             case RequestEnded(_, place) if (model, place) in self._places:
                 self._running_seconds.labels(model).observe(time.monotonic() - self._places.pop((model, place)))
+            case ComponentArrived(component):
+                self._arrivals.labels(model, component).inc()
+            case ComponentFailed(component):
+                self._failures.labels(model, component).inc()
+            case CacheDecided(retention):
+                action = "released" if retention.releases else "kept"
+                self._retention.labels(model, action, str(retention.reason)).inc()
 
     def forget(self, model: str) -> None:
         """Nothing more comes of ``model``."""
         self._walks.pop(model, None)
         for key in [key for key in self._places if key[0] == model]:
             del self._places[key]
-        for histogram in self._all():
-            histogram.remove_by_labels({"model": model})
+        for metric in self._all():
+            metric.remove_by_labels({"model": model})
 
     def collect(self) -> Iterator[Metric]:
-        for histogram in self._all():
-            yield from histogram.collect()
+        for metric in self._all():
+            yield from metric.collect()
 
-    def _all(self) -> Iterable[Histogram]:
-        return (self._walk_passes, self._walk_seconds, self._running_seconds)
+    def _all(self) -> Iterable[Histogram | Counter]:
+        histograms = (self._walk_passes, self._walk_seconds, self._running_seconds)
+        return (*histograms, self._arrivals, self._failures, self._retention)
 
 
 def _histogram(name: str, meaning: str, buckets: tuple[float, ...]) -> Histogram:
     return Histogram(f"streamflow_{name}", meaning, ("model",), registry=None, buckets=buckets)
+
+
+def _counter(name: str, meaning: str, *labels: str) -> Counter:
+    return Counter(f"streamflow_{name}", meaning, ("model", *labels), registry=None)
