@@ -234,7 +234,7 @@ def _seconds(work: Callable[[], object]) -> float:
 @click.option("--rounds", type=click.IntRange(min=1), default=3, show_default=True, help="Rounds; medians are shown.")
 @click.option("--json", "as_json", is_flag=True, help="Print the reading as one JSON object.")
 def store(*, size_mb: int, rounds: int, as_json: bool) -> None:
-    """Publishing into the store against copying and hashing; opening from it against ordinary loading.
+    """Publishing into the host weight store against copying and hashing; a hit against ordinary loading.
 
     Needs three times the model's size on the disk of the temporary folder (TMPDIR).
     """
