@@ -121,6 +121,11 @@ BENCHMARKS = {
         "memory",
         "Host memory of several processes that stream one model from the store, against the size of its entry.",
     ),
+    "store": Program(
+        "streamflow.tools.bench.store",
+        "store",
+        "Publishing into the host weight store against copying and hashing; a hit against ordinary loading.",
+    ),
     "overlap": Program(
         "streamflow.tools.bench.overlap",
         "overlap",

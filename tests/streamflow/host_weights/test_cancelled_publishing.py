@@ -20,12 +20,12 @@ from tests.streamflow.kit import ModelState, resident_digests, sha256_of, stream
 from tests.streamflow.runtime.test_cancelled_steps import WAYS, CancelAt, at_every_step, each_way, open_files
 from tests.streamflow.store.crash.kit import locked_files, unfinished
 
-pytestmark = [pytest.mark.anyio, pytest.mark.slow]
+pytestmark = [pytest.mark.anyio, pytest.mark.slow, pytest.mark.timeout(300)]
 
 #: The two that differ most; these tests take longer.
 two_ways = pytest.mark.parametrize(("anyio_backend", "cancel_at"), [WAYS[1], WAYS[3]], indirect=["anyio_backend"])
 #: Of so many checkpoints one is followed by an opening that must succeed where the cancelled one was.
-OPEN_EVERY = 4
+OPEN_EVERY = 8
 
 
 class Attempts:

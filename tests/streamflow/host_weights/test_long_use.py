@@ -41,6 +41,7 @@ def num_locks() -> int:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 @pytest.mark.anyio
 @pytest.mark.parametrize("anyio_backend", ["asyncio"], indirect=True)
 async def test_two_hundred_cycles_leave_memory_files_and_locks_as_they_were(tmp_path: Path) -> None:

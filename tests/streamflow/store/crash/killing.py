@@ -38,7 +38,6 @@ from tests.streamflow.store.crash.kit import (
 )
 
 MODEL = tiny(sizes=(512, 768, 16, 256, 1024, 320))
-OTHER = tiny(seed=1)
 CONTENT_ID = content_id_of(MODEL.images, [sha256(data) for data in MODEL.data])
 
 #: Exit codes of a start that found the entry, had to make it again, met damage, or failed.
@@ -67,14 +66,9 @@ async def prepare_nothing(root: Path, files: FileOperations) -> None:
 
 
 async def prepare_damaged(root: Path, files: FileOperations) -> None:
+    """A damaged entry, and what a writer left that died long ago."""
     await publish(root, files)
     flip_a_byte(root)
-
-
-async def prepare_leftovers(root: Path, files: FileOperations) -> None:
-    """Another entry, and what a writer left that died long ago."""
-    async with opened(root, files) as store:
-        (await publish_source(store, OTHER, "other")).close()
     left = root / "tmp" / "0123456789abcdef"
     left.mkdir()
     (left / "weights-00001.safetensors").write_bytes(bytes(4096))
@@ -93,7 +87,6 @@ class Scenario:
 
 SCENARIOS = {
     "cold": Scenario(prepare_nothing, publish),
-    "known": Scenario(prepare_leftovers, publish_known),
     "rebuild": Scenario(prepare_damaged, publish_known, damaged=True),
     "evict": Scenario(publish, evict),
 }

