@@ -119,7 +119,6 @@ class Engine:
         self._current: dict[int, Pass] = {}
         self._failure: BaseException | None = None
         self._failure_lock = threading.Lock()
-        self._failure_told = False
         self._task_scopes: set[anyio.CancelScope] = set()
         self._stopped = False
         self._decide_at = math.inf
@@ -230,7 +229,7 @@ class Engine:
         with self._until_stopped(), join_link(self._device.link, self._ring_for_turn) as self._link:
             await self._serve()
         if self._failure is not None:
-            self.fail(self._failure)
+            self.broadcast.publish(EngineFailed(self._failure))
 
     async def _serve(self) -> None:
         self._act_or_fail()
@@ -247,21 +246,19 @@ class Engine:
             self._act_or_fail()
 
     def fail(self, error: BaseException) -> None:
-        """Mark the engine broken, end every wait with it, and tell the observers once. The first failure stays."""
-        first = self._break(error)
-        if not self._failure_told:
-            self._failure_told = True
-            self.broadcast.publish(EngineFailed(first))
+        """Mark the engine broken and end every wait with it; its task ends, too, gives the link up for others, and
+        tells the observers. The first failure stays. From any thread.
+        """
+        self._break(error)
+        self._doorbell.ring(EngineFailed(error))
 
-    def _break(self, error: BaseException) -> BaseException:
-        """The thread-safe part of `fail`; returns the first failure."""
+    def _break(self, error: BaseException) -> None:
         with self._failure_lock:
             if self._failure is None:
                 self._failure = error
             first = self._failure
         for place in self.places:
             place.mailbox.break_off(first)
-        return first
 
     def stop_serving(self) -> None:
         """End the tasks, every wait of a compute thread, and drop what they may still ring. Idempotent."""
@@ -300,8 +297,8 @@ class Engine:
                 self._note_end(message, now)
             case RequestEnded(maker=maker):
                 self._planner.gone(maker)
-            case DeviceFailed(error):
-                self.fail(error)
+            case EngineFailed():
+                return  # the failure that stays is told at the end
         self.broadcast.publish(message)
 
     def _note_use(self, block: int, event: Event) -> None:

@@ -209,9 +209,17 @@ class CacheDecided:
     retention: Retention
 
 
-#: What passes ring the doorbell with.
+#: What the engine's doorbell is rung with, by passes above all.
 PassMessage = (
-    RequestStarted | RequestEnded | PassStarted | BlockWanted | BlockLeft | PassEnded | DeviceFailed | LinkTurn
+    RequestStarted
+    | RequestEnded
+    | PassStarted
+    | BlockWanted
+    | BlockLeft
+    | PassEnded
+    | DeviceFailed
+    | EngineFailed
+    | LinkTurn
 )
 #: What observers are told.
 ObservedEvent = (

@@ -39,16 +39,17 @@ class LinkArbiter:
 
     def change(self, user: LinkUser, change: Callable[[FairShare], object], *, looks_itself: bool = False) -> None:
         """Let ``user`` change the shares, and hand out the turns that follow. ``looks_itself``: it need not be told."""
-        told: set[int] = set()
+        told: dict[int, LinkUser] = {}
         with self._lock:
             if user.number in self._users:  # else it is gone, and all that it had
                 change(self._shares)
             while (granted := self._shares.grant()) is not None:
                 number, is_counted = granted
-                self._users[number].turns.append(is_counted)
-                told.add(number)
-        for number in told - ({user.number} if looks_itself else set()):
-            self._users[number].on_turn()
+                told[number] = self._users[number]
+                told[number].turns.append(is_counted)
+        for granted_user in told.values():  # perhaps one of them is leaving just now
+            if not (looks_itself and granted_user is user):
+                granted_user.on_turn()
 
     def leave(self, user: LinkUser) -> bool:
         """Forget ``user``; returns whether it was the last one. Its turns go to others."""

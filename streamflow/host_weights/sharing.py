@@ -105,9 +105,10 @@ async def share_loaded(
     """
     source_id = None if identity is None else identity.source_id
     try:
-        ownership, outcome, lease = await _find_or_publish(store, loaded, identity, progress)
+        entry = await _find_or_publish(store, loaded, identity, progress)
+        ownership, lease = entry.ownership, entry.lease
         held = HeldLease.of(lease, stack)
-        report = _report(outcome, lease, source_id, loaded.config)
+        report = _report(entry.outcome, lease, source_id, loaded.config)
         if not report.remapped:
             return loaded.with_own_tensors(report)
         plan_restore(ownership, lease)
@@ -121,13 +122,23 @@ async def share_loaded(
         make_source=from_entry(ownership, held, loaded.config, report.reason, in_module=True),
         report=report,
         lease=lease,
-        is_verified=outcome is StoreOutcome.PUBLISHED,
+        is_verified=entry.is_written,
     )
+
+
+@attrs.frozen(eq=False)
+class _Entry:
+    """The entry of a model's weights. ``is_written``: just now, by this process, from bytes that it hashed."""
+
+    ownership: Ownership
+    outcome: StoreOutcome
+    lease: Lease
+    is_written: bool
 
 
 async def _find_or_publish(
     store: HostWeightStore, loaded: Loaded, identity: SourceIdentity | None, progress: Progress | None
-) -> tuple[Ownership, StoreOutcome, Lease]:
+) -> _Entry:
     """The entry of the model's weights. A draft holds the model's memory, so it does not leave here."""
     ownership, draft = loaded.draft(None if identity is None else identity.inputs)
     content_id = source_id = None
@@ -137,13 +148,14 @@ async def _find_or_publish(
         content_id = await store.content_id(draft)
         lease = await _lease_if_sound(store, content_id, is_required=loaded.config.store_mode == "required")
         if lease is not None:
-            return ownership, StoreOutcome.LOCAL_HIT, lease
+            return _Entry(ownership, StoreOutcome.LOCAL_HIT, lease, is_written=False)
     published = await store.publish(draft, source_id=source_id, content_id=content_id, progress=progress)
     lease = await store.lease(published.content_id)
     if lease is None:
         raise EntryMissingError(published.content_id, "it was evicted at once")
     is_hit = identity is None and published.was_present  # somebody else published the same meanwhile
-    return ownership, StoreOutcome.LOCAL_HIT if is_hit else StoreOutcome.PUBLISHED, lease
+    outcome = StoreOutcome.LOCAL_HIT if is_hit else StoreOutcome.PUBLISHED
+    return _Entry(ownership, outcome, lease, is_written=not published.was_present)
 
 
 async def _lease_if_sound(store: HostWeightStore, content_id: str, *, is_required: bool) -> Lease | None:

@@ -152,7 +152,7 @@ class _Opening:
         inventory = self._claim(skeleton)
         ownership = ownership_of(skeleton, inventory)
         plan_restore(ownership, held.lease)
-        return self._from_entry(skeleton, inventory, ownership, held, StoreOutcome.LOCAL_HIT)
+        return self._from_entry(skeleton, inventory, ownership, held, StoreOutcome.LOCAL_HIT, is_verified=False)
 
     def _claim(self, model: nn.Module) -> Inventory:
         """Claim the finished model, and see what it consists of."""
@@ -160,7 +160,14 @@ class _Opening:
         return inventory_of(model, self._request.config)
 
     def _from_entry(
-        self, skeleton: nn.Module, inventory: Inventory, ownership: Ownership, held: HeldLease, outcome: StoreOutcome
+        self,
+        skeleton: nn.Module,
+        inventory: Inventory,
+        ownership: Ownership,
+        held: HeldLease,
+        outcome: StoreOutcome,
+        *,
+        is_verified: bool,
     ) -> Ready:
         reason = {
             StoreOutcome.LOCAL_HIT: "the store has the final weights",
@@ -174,7 +181,7 @@ class _Opening:
             make_source=from_entry(ownership, held, self._request.config, reason, in_module=False),
             report=report,
             lease=lease,
-            is_verified=outcome is StoreOutcome.PUBLISHED,
+            is_verified=is_verified,
             is_skeleton=True,
         )
 
@@ -216,7 +223,8 @@ class _Opening:
         if lease is None:
             raise EntryMissingError(published.content_id, "it was evicted at once")
         held = HeldLease.of(lease, self._stack)
-        return self._from_entry(skeleton, inventory, ownership, held, StoreOutcome.PUBLISHED)
+        outcome, is_verified = StoreOutcome.PUBLISHED, not published.was_present
+        return self._from_entry(skeleton, inventory, ownership, held, outcome, is_verified=is_verified)
 
     async def _produce_by_loading(
         self, skeleton: nn.Module, checkpoint: Checkpoint, fallback: CheckpointFallback, identity: SourceIdentity

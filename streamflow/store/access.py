@@ -91,11 +91,15 @@ class StoreAccess:
                 raise
         return lease
 
-    async def verify(self, lease: Lease, progress: Progress | None) -> None:
-        """Nothing, if every byte of the leased generation is as it was published; else it is out of use."""
+    async def verify(self, lease: Lease, progress: Progress | None, num_threads: int | None = None) -> None:
+        """Nothing, if every byte of the leased generation is as it was published; else it is out of use.
+
+        ``num_threads``: how many threads hash; None: as many as the options say.
+        """
         self.check()
+        num_threads = self.options.effective_num_threads if num_threads is None else num_threads
         try:
-            await verify_bytes(lease, self.crew, self.options.effective_num_threads, progress)
+            await verify_bytes(lease, self.crew, num_threads, progress)
         except DamagedEntryError as damage:
             work = partial(self._reject, lease.content_id, lease.generation, damage)
             raise await self.call("rejecting an entry", work) from damage

@@ -153,7 +153,7 @@ class HostWeightStore:
 
         :raises EntryRejectedError: if one is not; the generation is out of use then, the lease stays open.
         """
-        await self._access.verify(lease, progress)
+        await self._access.verify(lease, progress, num_threads)
 
     async def quarantine(self, content_id: str, generation: int, reason: str) -> None:
         """Take a generation out of use: moved aside, or marked where that is not allowed. Leases of it live on.

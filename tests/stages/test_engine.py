@@ -438,6 +438,7 @@ async def test_the_first_failure_stays() -> None:
     transfer.failures = {"block 0": OSError("the first"), "block 1": OSError("the second")}
     async with open_bench(open_transfer=opens(transfer)) as bench:
         await wait_until(lambda: bench.engine.failure is not None)
+        await anyio.wait_all_tasks_blocked()  # the first one has been told
         with bench.engine.broadcast.subscribe() as channel:
             transfer.let_go(1)
             await next_of(channel, FetchFailed)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from streamflow.stages import links
-from streamflow.stages.links import join_link
+from streamflow.stages.links import LinkArbiter, LinkUser, join_link
 
 
 def test_equal_links_are_one_and_with_the_last_user_nothing_is_left() -> None:
@@ -42,3 +42,21 @@ def test_who_leaves_gives_its_turns_up_to_those_who_wait() -> None:
         second.done()  # a copy that ends after its engine left
         second.ask(10)
         assert not second.turns or len(second.turns) == 2
+
+
+def test_one_who_leaves_while_turns_are_handed_out_keeps_nobody_from_hearing_of_his() -> None:
+    arbiter, told = LinkArbiter(), list[str]()
+    users: dict[str, LinkUser] = {}
+
+    def first_is_told() -> None:
+        told.append("first")
+        arbiter.leave(users["gone"])
+
+    users["holder"] = arbiter.join(print)
+    users["first"] = arbiter.join(first_is_told)
+    users["gone"] = arbiter.join(lambda: told.append("gone"))
+    users["last"] = arbiter.join(lambda: told.append("last"))
+    for name in ("holder", "holder", "first", "gone", "last"):
+        users[name].ask(10)
+    arbiter.leave(users["holder"])
+    assert [name for name in ("first", "last") if name in told] == ["first", "last"]

@@ -8,9 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from streamflow.host_weights.load_inputs import LoadInputs
 from streamflow.stages.errors import EngineBrokenError
+from streamflow.stages.threads import ThreadCrew
+from streamflow.store import access
 from streamflow.store.damage import DETECTION, Damage
 from streamflow.store.errors import EntryRejectedError
+from streamflow.store.hashing import Progress
+from streamflow.store.lease import Lease
 from streamflow.store.manifest import MANIFEST_NAME
 from streamflow.store.options import Verification
 from streamflow.store.packing import IMAGE_ALIGNMENT_BYTES
@@ -139,3 +144,28 @@ async def test_by_size_alone_what_only_digests_show_is_served(stored: Stored) ->
     async with stored.streamed("required", store={**FILES, "verification": "size"}) as (offload, model):
         assert report_of(offload).outcome is StoreOutcome.LOCAL_HIT
         await compare(offload, model, CASE.calls, resident_digests(CASE.build(), CASE.calls))
+
+
+@pytest.mark.parametrize("load", [False, True])
+async def test_an_entry_that_another_source_finds_is_verified_too(stored: Stored, load: bool) -> None:
+    """Its content is published already, so nothing is written; nobody has looked at what lies there."""
+    harm(stored, Damage.PAYLOAD)
+    inputs = LoadInputs(producer_abi="another")
+    async with stored.streamed("preferred", load=load, inputs=inputs, store=FILES) as (offload, _model):
+        assert report_of(offload).generation == 1
+        await until_so(lambda: offload.state == "broken")
+    report = await stored.stream_and_compare("preferred", load=load, inputs=inputs, store=FILES)
+    assert report.generation == 2
+
+
+async def test_one_thread_verifies_while_requests_run(stored: Stored, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, verify = list[int](), access.verify_bytes
+
+    async def verify_and_tell(lease: Lease, crew: ThreadCrew, num_threads: int, progress: Progress | None) -> None:
+        await verify(lease, crew, num_threads, progress)
+        asked.append(num_threads)
+
+    monkeypatch.setattr(access, "verify_bytes", verify_and_tell)
+    async with stored.streamed("required", store={**FILES, "num_threads": 3}):
+        await until_so(lambda: bool(asked))
+    assert asked == [1]

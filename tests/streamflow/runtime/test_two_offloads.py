@@ -5,6 +5,9 @@ from __future__ import annotations
 from functools import partial
 
 import anyio
+import anyio.abc
+import anyio.lowlevel
+import anyio.to_thread
 import pytest
 import torch
 from torch import nn
@@ -13,9 +16,10 @@ import streamflow
 from streamflow import Offload
 from streamflow.stages import links
 from streamflow.stages.devices.cpu import CpuDevice, ModelledLink
-from streamflow.stages.events import FetchStarted
+from streamflow.stages.events import EngineFailed, FetchStarted, ObservedEvent
 from tests.streamflow.kit import resident_digests, sha256_of
 from tests.streamflow.models import mlp_stack, some_inputs
+from tests.streamflow.runtime.kit import PATIENCE_S, until_so
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(90)]
 
@@ -102,3 +106,40 @@ async def test_both_are_exact_and_one_goes_on_when_the_other_closes() -> None:
 
 async def exact(offload: Offload, model: nn.Module, x: torch.Tensor, digest: str) -> None:
     assert sha256_of(await offload.run(model, x)) == digest
+
+
+async def test_one_that_breaks_while_it_is_idle_leaves_the_link_to_the_other() -> None:
+    """Turns that it had, and would never give back, must not keep others waiting."""
+    link = ModelledLink(1e8)
+    models, (x,) = [mlp_stack(3), mlp_stack(5)], some_inputs(1)
+    (expected,) = resident_digests(models[1], [(x,)])
+    with torch.no_grad():
+        async with (
+            streamflow.open_offload(models[0], {"window_blocks": 2}, device=CpuDevice(link=link)) as broken,
+            streamflow.open_offload(models[1], {"window_blocks": 2}, device=CpuDevice(link=link)) as other,
+        ):
+            (arbiter,) = links._arbiters.values()
+            await until_so(lambda: len(arbiter._users) == 2)
+            broken.fail(OSError("the file is gone"))
+            await until_so(lambda: len(arbiter._users) == 1)
+            await exact(other, models[1], x, expected)
+
+
+async def test_a_failure_that_a_thread_reports_is_told_on_the_loop() -> None:
+    failure, told = OSError("the device is gone"), list[ObservedEvent]()
+
+    async def listen(offload: Offload, *, task_status: anyio.abc.TaskStatus[None]) -> None:
+        with offload.observe() as events:
+            task_status.started()
+            async for event in events:
+                told.append(event)
+
+    async with streamflow.open_offload(mlp_stack(3), {"device": "cpu"}) as offload, anyio.create_task_group() as tasks:
+        await tasks.start(listen, offload)
+        await until_so(lambda: offload.statistics().engine.num_fetches > 0)
+        await anyio.wait_all_tasks_blocked()  # the observer among them
+        await anyio.to_thread.run_sync(offload.fail, failure)
+        with anyio.fail_after(PATIENCE_S):
+            while EngineFailed(failure) not in told:
+                await anyio.lowlevel.checkpoint()
+        tasks.cancel_scope.cancel()
