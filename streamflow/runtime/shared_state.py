@@ -2,13 +2,16 @@
 
 A diffusers pipeline keeps the state of its denoising loop in its scheduler. Two requests that call one pipeline would
 advance the same scheduler, and both would get wrong pictures without an error. Give each request a pipeline of its own
-over the same components (`Pipeline.from_pipe`, with a copy of the scheduler), and they run side by side.
+over the same components (`Pipeline.from_pipe`, with copies of scheduler and tokenizers), and they run side by side.
+
+A fast tokenizer keeps how it pads and truncates, and a pipeline changes that from call to call: two threads in one
+tokenizer get other tokens than they asked for, resident or streamed.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from functools import partial
 from types import FunctionType, MethodType
@@ -16,10 +19,10 @@ from typing import Any
 
 
 def shared_state_of(call: partial[Any]) -> frozenset[int]:
-    """The ``id`` of every scheduler that ``call`` is seen to use: as what is called, in its arguments, in the
-    variables that a function closes over or finds in its module, and in pipelines among all these.
+    """The ``id`` of every scheduler and tokenizer that ``call`` is seen to use: as what is called, in its arguments, in
+    the variables that a function closes over or finds in its module, and in pipelines among all these.
     """
-    return frozenset(id(found) for value in _reachable(call) for found in _schedulers(value))
+    return frozenset(id(found) for value in _reachable(call) for found in (*_schedulers(value), *_tokenizers(value)))
 
 
 def _reachable(value: object) -> Iterator[object]:
@@ -42,3 +45,11 @@ def _schedulers(value: object) -> Iterator[object]:
     for candidate in (value, getattr(value, "scheduler", None)):
         if callable(getattr(candidate, "set_timesteps", None)) and not isinstance(candidate, type):
             yield candidate
+
+
+def _tokenizers(value: object) -> Iterator[object]:
+    components = getattr(value, "components", None)
+    for part in components.values() if isinstance(components, Mapping) else ():
+        for candidate in (part, getattr(part, "tokenizer", None)):  # a processor has one
+            if callable(getattr(candidate, "set_truncation_and_padding", None)):
+                yield candidate

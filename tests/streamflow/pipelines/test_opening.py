@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import anyio
+import anyio.lowlevel
 import anyio.to_thread
 import pytest
 import torch
@@ -280,14 +282,19 @@ async def test_the_pipelines_device_is_where_it_computes() -> None:
         assert pipeline.device == pipeline._execution_device == torch.device("cpu")
 
 
-async def test_two_pipelines_over_the_same_components_run_side_by_side() -> None:
-    """Each with a scheduler of its own; the components are shared."""
+@pytest.mark.parametrize("own_tokenizers", [True, False])
+async def test_two_pipelines_over_the_same_models_are_exact_together(own_tokenizers: bool) -> None:
+    """Each has a scheduler of its own. Where they share tokenizers, which keep how they pad, they take turns."""
     given = ready(FLUX, num_seeds=2)
-    scheduler = type(given.pipeline.scheduler).from_config(given.pipeline.scheduler.config)
-    other = type(given.pipeline)(**{**given.pipeline.components, "scheduler": scheduler})
+    parts = dict(given.pipeline.components)
+    parts["scheduler"] = type(parts["scheduler"]).from_config(parts["scheduler"].config)
+    if own_tokenizers:
+        parts |= {name: copy.deepcopy(parts[name]) for name in ("tokenizer", "tokenizer_2")}
+    other = type(given.pipeline)(**parts)
     other.set_progress_bar_config(disable=True)
     async with open_ready(given) as offload:
         digests: dict[int, str] = {}
+        most = 0
 
         async def run(pipeline: Any, seed: int) -> None:
             digests[seed] = sha256_of(await offload.run(FLUX.generate, pipeline, seed))
@@ -295,7 +302,11 @@ async def test_two_pipelines_over_the_same_components_run_side_by_side() -> None
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(run, given.pipeline, 0)
             tasks.start_soon(run, other, 1)
+            while len(digests) < 2:
+                most = max(most, offload.statistics().num_running)
+                await anyio.lowlevel.checkpoint()
     assert [digests[0], digests[1]] == given.images
+    assert most == (2 if own_tokenizers else 1)
 
 
 async def test_components_can_be_saved_while_the_pipeline_is_open(tmp_path: Any) -> None:
