@@ -40,7 +40,7 @@ def remap(inventory: Inventory, ownership: Ownership, lease: Lease) -> None:
 
 def give_memory_back() -> None:
     """Let the system have what the private copies took. Slow; for startup alone. Blocks."""
-    gc.collect()
+    gc.collect(1)  # not the oldest generation: that keeps the interpreter, and with it the loop, for up to a second
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
     if trim is not None:
         trim(0)
