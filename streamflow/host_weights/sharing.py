@@ -45,7 +45,8 @@ async def open_shared(
     check_model(model)
     async with open_threads() as crew, AsyncExitStack() as stack:
         stack.enter_context(claimed(model, type(model).__name__))
-        loaded = Loaded(model, inventory_of(model, config), config, inputs)
+        inventory = await crew.call(lambda: inventory_of(model, config), name="inventory")
+        loaded = Loaded(model, inventory, config, inputs)
         store = None
         try:
             store = await stack.enter_async_context(open_store(config.store, crew))

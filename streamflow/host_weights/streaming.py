@@ -149,15 +149,15 @@ class _Opening:
     async def _restore(self, skeleton: nn.Module, held: HeldLease) -> Ready:
         """The finished skeleton, proven to need exactly what the entry holds."""
         await self._crew.call(lambda: self._request.finish(skeleton), name="finalising")
-        inventory = self._claim(skeleton)
+        inventory = await self._claim(skeleton)
         ownership = ownership_of(skeleton, inventory)
         plan_restore(ownership, held.lease)
         return self._from_entry(skeleton, inventory, ownership, held, StoreOutcome.LOCAL_HIT, is_verified=False)
 
-    def _claim(self, model: nn.Module) -> Inventory:
+    async def _claim(self, model: nn.Module) -> Inventory:
         """Claim the finished model, and see what it consists of."""
         self._stack.enter_context(claimed(model, type(model).__name__))
-        return inventory_of(model, self._request.config)
+        return await self._crew.call(lambda: inventory_of(model, self._request.config), name="inventory")
 
     def _from_entry(
         self,
@@ -214,7 +214,7 @@ class _Opening:
         self, skeleton: nn.Module, checkpoint: Checkpoint, plan: CheckpointPlan, identity: SourceIdentity
     ) -> Ready:
         """Nothing is loaded: the files hold what the model needs, and are copied into the layout that it needs."""
-        inventory = self._claim(skeleton)
+        inventory = await self._claim(skeleton)
         ownership = ownership_of(skeleton, inventory)
         metadata = metadata_of(skeleton, identity.inputs)
         draft = draft_of_checkpoint(ownership, inventory, checkpoint, plan, metadata)
@@ -231,7 +231,7 @@ class _Opening:
     ) -> Ready:
         request = self._request
         model = await self._crew.call(lambda: request.load_finished(skeleton, checkpoint, fallback), name="loading")
-        loaded = Loaded(model, self._claim(model), request.config, request.inputs)
+        loaded = Loaded(model, await self._claim(model), request.config, request.inputs)
         return await share_loaded(self.store, self._crew, self._stack, loaded, identity, self._progress)
 
 
