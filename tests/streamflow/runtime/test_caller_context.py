@@ -108,7 +108,7 @@ async def test_each_is_in_force_in_its_request_and_in_no_other() -> None:
         threads.add(threading.get_ident())
         return InForce.here()
 
-    async with streamflow.open_offload(subject.model) as offload:
+    async with streamflow.open_offload(subject.model, {"max_running_requests": 1}) as offload:
         for first in CALLERS:
             for second in CALLERS:
                 for name in (first, second):
@@ -131,7 +131,7 @@ async def test_what_the_work_sets_stays_in_its_request() -> None:
         torch.set_autocast_dtype("cpu", torch.float16)
         REQUEST_ID.set("forgotten")
 
-    async with streamflow.open_offload(subject.model) as offload:
+    async with streamflow.open_offload(subject.model, {"max_running_requests": 1}) as offload:
         await offload.run(forget)
         assert await offload.run(InForce.here) == InForce.here()
         assert await offload.run(subject.forward) == subject.expected
