@@ -37,7 +37,7 @@ def options_table(class_name: str) -> str:
 
 def descriptions(cls: type) -> dict[str, str]:
     """What the docstring's section *Attributes* says of each."""
-    found = {}
+    found: dict[str, str] = {}
     for section in Docstring(for_griffe(inspect.getdoc(cls) or "")).parse("google", warnings=False):
         if isinstance(section, DocstringSectionAttributes):
             found |= {item.name: item.description for item in section.value}

@@ -22,7 +22,8 @@ ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 PAGES = sorted(path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md"))
 _BLOCK = re.compile(
-    r'^(?:<!-- not run: (?P<reason>[^\n]*) -->\n)?```(?P<language>\w*)(?: title="(?P<title>[^"\n]*)")?\n(?P<code>.*?)^```$',
+    r"^(?:<!-- not run: (?P<reason>[^\n]*) -->\n)?"
+    r'```(?P<language>\w*)(?: title="(?P<title>[^"\n]*)")?\n(?P<code>.*?)^```$',
     flags=re.MULTILINE | re.DOTALL,
 )
 

@@ -35,6 +35,7 @@ async def test_what_is_done_with_the_cache_is_in_plain_values(tmp_path: Path) ->
     path, pipeline = tmp_path / "trace.json", toy_pipeline()
     async with streamflow.open_offload(pipeline, {"trace_path": path}, device=FarCpuDevice()) as offload:
         await offload.run(pipeline, [1, 2, 3])
-    decided = [event["args"]["retention"] for event in sound_trace(path)["traceEvents"] if "retention" in event["args"]]
+    events = (event.get("args", {}) for event in sound_trace(path)["traceEvents"])
+    decided = [args["retention"] for args in events if "retention" in args]
     assert decided
     assert all(set(each) >= {"releases", "reason", "reading", "budget"} for each in decided)
