@@ -1,11 +1,12 @@
-# Two commands: `make demo` and `make test`. Each sets up everything it needs in .venv; only Python 3.11 or later, git and
-# make have to be there. PYTHON=python3.12 chooses the interpreter, ARGS="..." is handed to the program. Tests run in as
-# many processes as the machine has cores, four at most (each loads torch and takes a gigabyte); ARGS="-n 0" is none.
+# `make demo`, `make test`, and `make docs`, which builds the documentation's site in site/. Each sets up everything it
+# needs in .venv; only Python 3.11 or later, git and make have to be there. PYTHON=python3.12 chooses the interpreter,
+# ARGS="..." is handed to the program. Tests run in as many processes as the machine has cores, four at most (each loads
+# torch and takes a gigabyte); ARGS="-n 0" is none.
 
 SHELL := /bin/sh
 .SUFFIXES:
 .DELETE_ON_ERROR:
-.PHONY: demo test
+.PHONY: demo docs test
 
 bin := .venv/bin
 install := $(bin)/python -m pip install --disable-pip-version-check --constraint constraints.txt
@@ -16,6 +17,9 @@ demo: .venv/demo.stamp
 
 test: .venv/test.stamp
 	$(bin)/pytest --numprocesses logical --maxprocesses 4 --dist loadgroup $(ARGS)
+
+docs: .venv/test.stamp
+	NO_MKDOCS_2_WARNING=1 $(bin)/mkdocs build --strict $(ARGS)
 
 .venv/demo.stamp: $(inputs) | $(bin)/python
 	$(install) --editable '.[demo]'

@@ -12,6 +12,7 @@ from typing import Any, Literal, get_args
 import attrs
 import torch
 
+from streamflow import dlo_options
 from streamflow.errors import ConfigurationError
 from streamflow.pipelines.policy import checked_policy
 from streamflow.plan import OffloadPlan
@@ -154,7 +155,7 @@ class OffloadConfig:
                 yield f"{field.name} must be a {group.__name__} or a mapping of its options, not {value!r}"
                 continue
             try:
-                _check_known(value, group)
+                _check_known(value, _names(group))
                 object.__setattr__(self, field.name, group(**value))
             except (ConfigurationError, StoreOptionsError) as failure:
                 yield from (f"{field.name}: {problem}" for problem in failure.problems)
@@ -165,8 +166,24 @@ class OffloadConfig:
 
         :raises ConfigurationError: if an option is unknown (the nearest name is suggested) or not usable.
         """
-        _check_known(options, cls)
+        _check_known(options, _names(cls))
         return cls(**options)
+
+    @classmethod
+    def from_dlo_options(cls, options: Mapping[str, Any]) -> OffloadConfig:
+        """The configuration that does what these options of vLLM-Omni's distributed layerwise offload ask for there.
+
+        What an option left out means, and which of them go together, is as it is there. ``dlo_use_allgather=True`` is
+        refused: no transfer here is shared among ranks. Left out, it counts as True for what goes together, and each
+        rank copies whole blocks. Sizes are in GiB, times in seconds; ``dlo_runtime_cache_pin_limit_gib`` 0 is off and
+        ``dlo_host_registration_limit_gib`` 0 is no ceiling.
+
+        :raises ConfigurationError: if an option is unknown (the nearest name is suggested), not usable, or cannot be
+            done here; it lists every problem.
+        :raises ComponentPolicyTypeError: if ``dlo_offload_components`` is no mapping of names to booleans, nor None.
+        """
+        _check_known(options, list(dlo_options.DEFAULTS))
+        return cls(**dlo_options.translated(options))
 
     def effective(self) -> dict[str, Any]:
         """Every option with its default filled in, in plain values fit for printing and JSON."""
@@ -206,8 +223,11 @@ class OffloadConfig:
         return torch.device(self.device)
 
 
-def _check_known(options: Mapping[str, Any], group: type[attrs.AttrsInstance]) -> None:
-    known = [field.name for field in attrs.fields(group)]
+def _names(group: type[attrs.AttrsInstance]) -> list[str]:
+    return [field.name for field in attrs.fields(group)]
+
+
+def _check_known(options: Mapping[str, Any], known: list[str]) -> None:
     unknown = [name for name in options if name not in known]
     if unknown:
         raise ConfigurationError([_unknown(name, known) for name in unknown])

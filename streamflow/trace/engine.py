@@ -109,9 +109,9 @@ class RecordedEngine(EngineTrace):
         return self._packed
 
     def _packed(self, image: str, nbytes: int, taken_up: float, began: float, ended: float) -> None:
-        block = self._block_of[image]
+        block = self._block_of.get(image)  # None: a component that moves as a whole
         thread = threading.current_thread().name
-        self.keep(PackRecord(thread, block, self._fetch_of.get(block), nbytes, taken_up, began, ended))
+        self.keep(PackRecord(thread, *self._label(block), nbytes, taken_up, began, ended))
 
     @property
     def labels(self) -> dict[int, str]:
@@ -139,14 +139,16 @@ class RecordedEngine(EngineTrace):
 
     def fetch(self, transfer: Transfer, image: BlockImage, slot: torch.Tensor, after: Sequence[Event]) -> BegunFetch:
         """``transfer.fetch``, recorded."""
-        block = self._block_of[image.name]
-        label = block, self._fetch_of.get(block)
+        label = self._label(self._block_of.get(image.name))
         self._expect(slot.data_ptr(), label)
         started = time.perf_counter()
         with self._fetching.of(label):
             begun = transfer.fetch(image, slot, after)
-        self.keep(QueueRecord(block, label[1], started, time.perf_counter()))
+        self.keep(QueueRecord(*label, started, time.perf_counter()))
         return begun
+
+    def _label(self, block: int | None) -> Label:
+        return block, None if block is None else self._fetch_of.get(block)
 
     def _expect(self, address: int, label: Label) -> None:
         self._labels[address] = label

@@ -23,9 +23,9 @@ class LoopRecord(NamedTuple):
 
 
 class QueueRecord(NamedTuple):
-    """The loop began a fetch: the time its device calls took."""
+    """The loop began a fetch: the time its device calls took. ``block`` None: of a component that moves as a whole."""
 
-    block: int
+    block: int | None
     fetch: int | None
     started: float
     ended: float
@@ -46,7 +46,7 @@ class PackRecord(NamedTuple):
     """A packing thread took up a chunk, found its buffer free, and had packed it."""
 
     thread: str
-    block: int
+    block: int | None
     fetch: int | None
     nbytes: int
     taken_up: float

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import attrs
+
 from streamflow.trace.engine import FIELDS
 from streamflow.trace.records import (
     AllocationRecord,
@@ -106,7 +108,7 @@ class SpanWriter:
     def _queue(self, record: QueueRecord) -> None:
         tid = self._tid("loop", "event loop")
         args = {"block": record.block, "fetch": record.fetch}
-        self._span(tid, "fetch", f"fetch {self._label(record.block)}", record.started, record.ended, args)
+        self._span(tid, "fetch", f"fetch {self._label(record.block)}".rstrip(), record.started, record.ended, args)
         self._flow(record.fetch, tid, record.started, "s")
 
     def _copy(self, record: CopyRecord) -> None:
@@ -119,7 +121,9 @@ class SpanWriter:
         if not record.nbytes:
             self._span(tid, "work", f"step {self._label(record.block)}", begin, end, args)
             return
-        self._span(tid, "copy", f"copy {self._label(record.block)}", begin, end, {**args, "nbytes": record.nbytes})
+        self._span(
+            tid, "copy", f"copy {self._label(record.block)}".rstrip(), begin, end, {**args, "nbytes": record.nbytes}
+        )
         self._flow(record.fetch, tid, begin, "t")
         if end > begin:
             name = f"link use, {record.stream} stream (GB/s)"
@@ -131,8 +135,8 @@ class SpanWriter:
         args = {"block": record.block, "fetch": record.fetch}
         label = self._label(record.block)
         if record.began - record.taken_up > 1e-5:
-            self._span(tid, "pack_wait", f"buffer not free {label}", record.taken_up, record.began, args)
-        self._span(tid, "pack", f"pack {label}", record.began, record.ended, {**args, "nbytes": record.nbytes})
+            self._span(tid, "pack_wait", f"buffer not free {label}".rstrip(), record.taken_up, record.began, args)
+        self._span(tid, "pack", f"pack {label}".rstrip(), record.began, record.ended, {**args, "nbytes": record.nbytes})
 
     def _run(self, record: RunRecord) -> None:
         if record.fetch is not None:  # of residents nothing is rung
@@ -187,7 +191,7 @@ class SpanWriter:
                 "cat": INSTANT,
                 "name": record.kind,
                 "ts": self._us(record.at),
-                "args": {**values, "fetch": record.fetch, "rung_us": None if left is None else self._us(left)},
+                "args": {**_plain(values), "fetch": record.fetch, "rung_us": None if left is None else self._us(left)},
             }
         )
         if left is not None:
@@ -232,3 +236,8 @@ class SpanWriter:
 
     def _count_slots(self, at: float) -> None:
         self._counter("slots in use", at, slots=len(self._slots))
+
+
+def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of an event as JSON can say them: a field may be a value of several fields itself."""
+    return {name: attrs.asdict(value) if attrs.has(type(value)) else value for name, value in values.items()}

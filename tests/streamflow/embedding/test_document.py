@@ -19,7 +19,8 @@ from tests.streamflow.runtime.kit import Subject, make_subject
 
 pytestmark = pytest.mark.anyio
 
-TEXT = (Path(__file__).resolve().parents[3] / "docs" / "embedding.md").read_text(encoding="utf-8")
+DOCUMENT = Path(__file__).resolve().parents[3] / "docs" / "embedding.md"
+TEXT = DOCUMENT.read_text(encoding="utf-8")
 
 
 def program(first_line: str, **names: Any) -> dict[str, Any]:
