@@ -58,6 +58,14 @@ class ModelRequest:
             return CheckpointFallback(FallbackCode.CHECKPOINT_PLAN_INCOMPATIBLE, some(problems, "; "), problems)
         return answer
 
+    def replaced(self, skeleton: nn.Module) -> frozenset[str]:
+        """The names of tensors that are known to get other values than the skeleton computed: without ``load``, every
+        parameter and persistent buffer is read from the files.
+        """
+        if self.load is not None:
+            return frozenset()
+        return frozenset(name for tensor in needed_tensors(skeleton) for name in tensor.names)
+
     def finished_skeleton(
         self, skeleton: nn.Module, checkpoint: Checkpoint
     ) -> tuple[nn.Module, CheckpointPlan | CheckpointFallback]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import platform
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from importlib import metadata
 from typing import Any
 
@@ -24,11 +24,12 @@ from streamflow.weights.needed import needed_tensors
 from streamflow.weights.topology import WeightTopology
 
 #: Changed whenever the same inputs come to other bytes, or an identity is made of other inputs.
-IDENTITY_VERSION = 1
+IDENTITY_VERSION = 2
 #: Libraries whose version can change what a loader makes of a checkpoint.
 _LIBRARIES = ("diffusers", "transformers", "peft", "safetensors")
-#: Keys of a configuration that say where it came from, not what it is.
-_UNRELATED_KEYS = {"_name_or_path", "name_or_path"}
+#: Keys of a configuration that say how it came about, not what it is. Diffusers lists the arguments that were left to
+#: their defaults, in an order that differs from process to process.
+_UNRELATED_KEYS = {"_name_or_path", "name_or_path", "_use_default_values"}
 
 
 @attrs.frozen
@@ -47,12 +48,15 @@ def source_identity(
     adapters: Sequence[CheckpointAdapter],
     inputs: LoadInputs,
     producer: str,
+    *,
+    replaced: Collection[str] = frozenset(),
 ) -> SourceIdentity:
     """The identity of the weights that ``skeleton`` is going to have.
 
-    ``files`` are the source files, each by its name and SHA-256. ``producer`` names the streamflow code that makes the
-    final weights of them. What the skeleton computed itself counts by its bytes. The data-parallel size and rank, and
-    the rank within a sequence-parallel group, are not in it.
+    ``files`` are the source files, each by its role and SHA-256. ``producer`` names the streamflow code that makes the
+    final weights of them. What the skeleton computed itself counts by its bytes, but for tensors whose names are in
+    ``replaced``: loading gives them other values, and random ones would give each start an identity of its own. The
+    data-parallel size and rank, and the rank within a sequence-parallel group, are not in it.
 
     :raises UnstableConfigurationError: if the model's configuration has no stable form.
     """
@@ -62,7 +66,7 @@ def source_identity(
         "model": f"{type(skeleton).__module__}.{type(skeleton).__qualname__}",
         "model_config": _model_config(skeleton, inputs),
         "tensors": list(_tensors(skeleton)),
-        "computed": dict(_computed(skeleton)),
+        "computed": dict(_computed(skeleton, replaced)),
         "plan": plain(plan, "plan"),
         "adapters": [_adapter(adapter) for adapter in adapters],
         "loading": inputs.named_values(),
@@ -108,10 +112,10 @@ def _tensors(skeleton: nn.Module) -> Iterator[list[Any]]:
         yield [needed.kind, list(needed.names), needed.dtype, list(needed.shape), list(needed.stride)]
 
 
-def _computed(skeleton: nn.Module) -> Iterator[tuple[str, Any]]:
+def _computed(skeleton: nn.Module, replaced: Collection[str]) -> Iterator[tuple[str, Any]]:
     """Tensors that were made while the skeleton was built: position tables and the like."""
     for name, tensor in (*skeleton.named_parameters(), *skeleton.named_buffers()):
-        if not tensor.is_meta:
+        if not tensor.is_meta and name not in replaced:
             values = tensor.detach().contiguous()
             content = (
                 ctypes.string_at(values.data_ptr(), values.numel() * values.element_size()) if values.numel() else b""

@@ -28,8 +28,9 @@ class LoadInputs:
         model_config: the model's configuration; None: what its ``config`` holds.
         load_arguments, pipeline_arguments: what was passed to the loader and to a custom pipeline.
         lora_path: a file or a directory with weights that are merged while loading; its content counts, not its name.
+            In a directory, the names of the files count, too.
         lora_scale, lora_backend: how they are merged.
-        extra_files: further files that ``load`` reads.
+        extra_files: further files, or directories, that ``load`` reads; which of them comes first counts.
         neighbours: the other modules of the pipeline; a tensor that shares memory with one of them cannot be stored.
 
     :raises ConfigurationError: if a value has no stable form or a kind is wrong.
@@ -56,10 +57,25 @@ class LoadInputs:
         names = ("producer_abi", "load_format", "load_arguments", "pipeline_arguments", "lora_scale", "lora_backend")
         return {name: plain(getattr(self, name), name) for name in names}
 
-    def files(self) -> tuple[str, ...]:
-        """The paths whose content counts."""
-        lora = () if self.lora_path is None else (self.lora_path,)
-        return tuple(os.fspath(path) for path in (*lora, *self.extra_files))
+    def files(self) -> list[tuple[str, str]]:
+        """What each file whose content counts is to loading, and its path. Blocks: folders are looked into.
+
+        :raises OSError: if a folder cannot be read.
+        """
+        lora = () if self.lora_path is None else (("lora", self.lora_path),)
+        extra = ((f"extra file {number}", path) for number, path in enumerate(self.extra_files))
+        return [found for role, path in (*lora, *extra) for found in _files_at(role, os.fspath(path))]
+
+
+def _files_at(role: str, path: str, above: tuple[str, ...] = ()) -> Iterator[tuple[str, str]]:
+    """The file at ``path``, or all below it. Links are followed; one that leads back up (``above``) adds nothing."""
+    if not os.path.isdir(path):
+        yield role, path
+        return
+    here = os.path.realpath(path)
+    if here not in above:
+        for name in sorted(os.listdir(path)):
+            yield from _files_at(f"{role}/{name}", os.path.join(path, name), (*above, here))
 
 
 def _problems(inputs: LoadInputs) -> Iterator[str]:

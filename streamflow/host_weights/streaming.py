@@ -12,6 +12,7 @@ from streamflow.binding.guards import claimed
 from streamflow.binding.inventory import Inventory
 from streamflow.host_weights.errors import EntryMissingError, UndeclaredProducerError, report_or_raise
 from streamflow.host_weights.identity import SourceIdentity, source_identity
+from streamflow.host_weights.load_inputs import LoadInputs
 from streamflow.host_weights.ownership import Ownership, ownership_of
 from streamflow.host_weights.producer import draft_of_checkpoint
 from streamflow.host_weights.ready import HeldLease, Ready, from_entry, open_ready
@@ -22,7 +23,7 @@ from streamflow.model_request import ModelRequest
 from streamflow.opening import backend_of, inventory_of
 from streamflow.runtime.offload import Offload
 from streamflow.stages.threads import ThreadCrew, open_tasks, open_threads
-from streamflow.store.errors import EntryRejectedError, StoreError
+from streamflow.store.errors import EntryRejectedError, StoreError, disk_errors
 from streamflow.store.hashing import Progress
 from streamflow.store.paths import StorePaths
 from streamflow.store.reports import StoreOutcome, StoreReport
@@ -118,14 +119,21 @@ class _Opening:
         await probe_ahead([on_its_disk], request.config, backend_of(request.device, request.config), self._crew)
 
     async def _identify(self, skeleton: nn.Module, checkpoint: Checkpoint) -> SourceIdentity:
-        request = self._request
-        paths = [*(file.path for file in checkpoint.files), checkpoint.path, *files_of(request.inputs.files())]
-        named = [(os.path.basename(path), await self.store.source_digest(path)) for path in dict.fromkeys(paths)]
-        config = request.config
+        request, config = self._request, self._request.config
+        found = await self._crew.call(lambda: _files_of(checkpoint, request.inputs), name="identity")
+        digests = {path: await self.store.source_digest(path) for path in dict.fromkeys(path for _, path in found)}
+        named = [(role, digests[path]) for role, path in found]
 
         def identify() -> SourceIdentity:
             return source_identity(
-                skeleton, named, config.topology, config.plan, request.adapters, request.inputs, PRODUCER
+                skeleton,
+                named,
+                config.topology,
+                config.plan,
+                request.adapters,
+                request.inputs,
+                PRODUCER,
+                replaced=request.replaced(skeleton),
             )
 
         return await self._crew.call(identify, name="identity")
@@ -240,12 +248,10 @@ def _check_declared(request: ModelRequest) -> None:
         raise UndeclaredProducerError(request.custom_code)
 
 
-def files_of(paths: tuple[str, ...]) -> list[str]:
-    """The files at ``paths``: each itself, or all below it."""
-    found = []
-    for path in paths:
-        if os.path.isdir(path):
-            found += sorted(os.path.join(folder, name) for folder, _, names in os.walk(path) for name in names)
-        else:
-            found.append(path)
-    return found
+def _files_of(checkpoint: Checkpoint, inputs: LoadInputs) -> list[tuple[str, str]]:
+    """What each file that decides the weights is to loading, and its path. Blocks."""
+    folder = os.path.dirname(checkpoint.path)
+    paths = dict.fromkeys((*(file.path for file in checkpoint.files), checkpoint.path))
+    own = [(f"checkpoint/{os.path.relpath(path, folder)}", path) for path in paths]
+    with disk_errors("looking for source files", checkpoint.path):
+        return [*own, *inputs.files()]

@@ -8,7 +8,7 @@ from streamflow.binding.module_state import find_stateful
 from streamflow.component_parts import BoundComponent
 from streamflow.errors import ConfigurationError
 from streamflow.pipelines.policy import Behaviour
-from streamflow.runtime.state_gate import ComponentGate, StateGate
+from streamflow.runtime.state_gate import ComponentGate, Holding, StateGate
 
 
 def gates_of(components: Sequence[BoundComponent], named: tuple[str, ...] | None) -> dict[str, ComponentGate]:
@@ -21,15 +21,17 @@ def gates_of(components: Sequence[BoundComponent], named: tuple[str, ...] | None
     """
     if len(components) > 1:
         _check_components(components, named or ())
-    return {component.name: _gate(component, named, is_one=len(components) == 1) for component in components}
+    lasting, is_one = Holding(), len(components) == 1
+    return {component.name: _gate(component, named, lasting, is_one=is_one) for component in components}
 
 
-def _gate(component: BoundComponent, named: tuple[str, ...] | None, *, is_one: bool) -> ComponentGate:
+def _gate(component: BoundComponent, named: tuple[str, ...] | None, lasting: Holding, *, is_one: bool) -> ComponentGate:
+    lasts = component.given.behaviour is Behaviour.STREAMED
     own = named if is_one or named is None else _under(component.name, named)
     stateful = find_stateful(component.given.module, own)
     moved = frozenset(key for block in component.blocks for key, _ in block.identities())
-    gate = StateGate(component.given.module, stateful, moved, watched=named is None and not stateful)
-    return ComponentGate(gate, lasts=component.given.behaviour is Behaviour.STREAMED)
+    holding, watched = lasting if lasts else Holding(), named is None and not stateful
+    return ComponentGate(StateGate(component.given.module, stateful, moved, holding, watched=watched), lasts=lasts)
 
 
 def _under(name: str, paths: Sequence[str]) -> tuple[str, ...]:

@@ -28,20 +28,55 @@ class ComponentGate:
     lasts: bool
 
 
+class Holding:
+    """Which request holds gates: one at a time, as many as it needs. Were they held by several, these could wait for
+    each other's.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._holder: int | None = None
+        self._gates: set[int] = set()
+
+    def take(self, gate: StateGate) -> bool:
+        """Whether the calling thread's request holds ``gate`` from now on, or did before."""
+        with self._lock:
+            if self._holder not in (None, threading.get_ident()):
+                return False
+            self._holder = threading.get_ident()
+            self._gates.add(id(gate))
+            return True
+
+    def leave(self, gate: StateGate) -> None:
+        """The calling thread's request does not hold ``gate`` any more. Idempotent."""
+        with self._lock:
+            if self._holder == threading.get_ident():
+                self._gates.discard(id(gate))
+                if not self._gates:
+                    self._holder = None
+
+
 class StateGate:
     """A request that calls the model has it for itself until it ends, where the model is ``stateful``.
 
     Otherwise (``watched``) the first request has it for itself for two forwards. Where the second one still changes
     attributes, the model is stateful from then on; else everybody may call it at any time.
+
+    Gates that a request keeps while it goes on to others need one ``holding`` in common.
     """
 
     def __init__(
-        self, model: nn.Module, stateful: Sequence[Stateful], ignored: frozenset[int], *, watched: bool
+        self,
+        model: nn.Module,
+        stateful: Sequence[Stateful],
+        ignored: frozenset[int],
+        holding: Holding,
+        *,
+        watched: bool,
     ) -> None:
         self._model = model
         self._ignored = ignored
-        self._lock = threading.Lock()
-        self._holder: int | None = None
+        self._holding = holding
         self._num_watched = 0 if watched else NUM_WATCHED
         self.stateful = tuple(stateful)
 
@@ -67,19 +102,15 @@ class StateGate:
             self._judge(before)
 
     def _take(self) -> bool:
-        me = threading.get_ident()
-        with self._lock:
-            if self._holder is None and not self.is_open:
-                self._holder = me
-            return self.is_open or self._holder == me
+        return self.is_open or self._holding.take(self)
 
     def _judge(self, before: Snapshot) -> None:
         if self._num_watched + 1 == NUM_WATCHED:
             self.stateful = tuple(before.changed(Snapshot(self._model, self._ignored)))
         self._num_watched += 1  # last: others look at both
+        if self.is_open:
+            self.leave()
 
     def leave(self) -> None:
         """The calling thread's request is over. Idempotent."""
-        with self._lock:
-            if self._holder == threading.get_ident():
-                self._holder = None
+        self._holding.leave(self)

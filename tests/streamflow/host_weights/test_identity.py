@@ -92,6 +92,9 @@ CHANGES: dict[str, Callable[[], str]] = {
 def test_equal_inputs_are_one_identity() -> None:
     assert identify() == identify()
     assert identify(skeleton=with_config({"hidden": 16, "_name_or_path": "elsewhere"})) == identify()
+    by_chance = {"hidden": 16, "_use_default_values": ["b", "a"]}
+    assert identify(skeleton=with_config(by_chance)) == identify()
+    assert identify(skeleton=with_table(torch.rand(4)), replaced={"table"}) == identify(replaced={"table"})
     shuffled = [("b.safetensors", "bb"), ("a.safetensors", "aa")]
     assert identify(files=shuffled) == identify(files=shuffled[::-1])
 
@@ -107,6 +110,37 @@ def test_another_version_of_a_library_is_another_identity(library: str, monkeypa
     versions = dict(identity._versions())
     monkeypatch.setattr(identity, "_versions", lambda: [*{**versions, library: "0.0.1"}.items()])
     assert identify() != before
+
+
+@pytest.fixture
+def folders(tmp_path: Path) -> Path:
+    """Two folders with files of the same names, a link to one of them, and one that leads back up."""
+    for folder in ("one", "two"):
+        (tmp_path / folder).mkdir()
+        for name in ("a", "b"):
+            (tmp_path / folder / name).write_text(f"{folder} {name}")
+    (tmp_path / "one" / "linked").symlink_to(tmp_path / "two")
+    (tmp_path / "two" / "up").symlink_to(tmp_path / "two")
+    return tmp_path
+
+
+def test_files_are_told_apart_by_what_they_are_to_loading(folders: Path) -> None:
+    """The same files in other roles are other inputs."""
+    one, two = folders / "one" / "a", folders / "two" / "a"
+    inputs = [LoadInputs(lora_path=one, extra_files=(two,)), LoadInputs(lora_path=two, extra_files=(one,))]
+    inputs += [LoadInputs(extra_files=(one, two)), LoadInputs(extra_files=(two, one))]
+    found = [sorted((role, Path(path).read_text()) for role, path in declared.files()) for declared in inputs]
+    assert all(found.count(each) == 1 for each in found)
+
+
+def test_folders_are_read_through_links_and_by_the_names_in_them(folders: Path) -> None:
+    found = LoadInputs(lora_path=folders / "one").files()
+    assert [(role, Path(path).read_text()) for role, path in found] == [
+        ("lora/a", "one a"),
+        ("lora/b", "one b"),
+        ("lora/linked/a", "two a"),
+        ("lora/linked/b", "two b"),
+    ]
 
 
 def test_a_configuration_without_a_stable_form_is_refused_by_its_place() -> None:

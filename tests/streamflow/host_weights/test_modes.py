@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import attrs
 import pytest
 import torch
 from torch import nn
@@ -226,3 +227,19 @@ async def test_damage_that_is_found_in_the_background_breaks_the_offload(stored:
             await offload.run(model, *CASE.calls[0])
         assert isinstance(caught.value.__cause__, EntryRejectedError)
     assert (await stored.stream_and_compare("preferred")).outcome is StoreOutcome.PUBLISHED
+
+
+async def test_random_values_that_loading_replaces_do_not_hide_the_entry(tmp_path: Path) -> None:
+    """Many models initialise a table of theirs at random where they are built."""
+
+    def build() -> nn.Module:
+        model = CASE.build()
+        model.table = nn.Parameter(torch.randn(4))
+        return model
+
+    stored = Stored(tmp_path, attrs.evolve(CASE, build=build))
+    stored.save()
+    for mode in ("preferred", "required"):
+        async with stored.streamed(mode) as (offload, _model):
+            outcome = report_of(offload).outcome
+    assert outcome is StoreOutcome.LOCAL_HIT

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import anyio
@@ -13,6 +15,7 @@ from torch import nn
 
 import streamflow
 from streamflow.errors import GradientError, LoopThreadError, RefusedWhileAttachedError, WeightsChangedError
+from streamflow.runtime import state_gate
 from streamflow.stages.devices.cpu import CpuDevice
 from streamflow.stages.errors import DeviceMemoryError
 from streamflow.stages.events import CacheDecided, ComponentArrived, ComponentFailed, ComponentLeft
@@ -20,6 +23,7 @@ from streamflow.stages.retention import Reason
 from tests.streamflow.kit import ModelState, in_worker, sha256_of
 from tests.streamflow.pipelines.masters import in_read_only_memory
 from tests.streamflow.pipelines.toys import WIDTH, Encoder, ToyPipeline, toy_pipeline
+from tests.streamflow.runtime.kit import until, wait_for
 
 pytestmark = pytest.mark.anyio
 
@@ -380,3 +384,42 @@ async def test_a_tensor_that_two_components_have_is_always_there_and_theirs_both
     assert sizes["text_encoder"] == sizes["text_encoder_2"]
     assert shared.data_ptr() == address
     assert pipeline.text_encoder_2.head.weight is shared
+
+
+async def test_requests_use_stateful_components_in_opposite_orders(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each keeps those that it has used until it ends, and must not wait for the other's meanwhile."""
+    pipeline, done = toy_pipeline(experts=2), list[str]()
+    first_is_in, second_goes_on = threading.Event(), threading.Event()
+    pause = threading.Event()
+
+    def tell_and_pause(seconds: float) -> None:
+        second_goes_on.set()  # it waits for the first one
+        pause.wait(seconds)
+
+    def use(name: str) -> None:
+        pipeline.components[name](torch.ones(2, WIDTH), torch.ones(2, WIDTH))
+
+    def first() -> None:
+        use("transformer")
+        first_is_in.set()
+        wait_for(second_goes_on)
+        use("transformer_2")
+        done.append("first")
+
+    def second() -> None:
+        use("transformer_2")
+        second_goes_on.set()
+        use("transformer")
+        done.append("second")
+
+    monkeypatch.setattr(state_gate, "time", SimpleNamespace(sleep=tell_and_pause))
+    options = {"stateful_modules": ("transformer", "transformer_2"), "max_running_requests": 2}
+    with torch.no_grad(), anyio.fail_after(20):
+        async with (
+            streamflow.open_offload(pipeline, options, device=CpuDevice()) as offload,
+            anyio.create_task_group() as tasks,
+        ):
+            tasks.start_soon(offload.run, first)
+            await until(first_is_in)
+            tasks.start_soon(offload.run, second)
+    assert done == ["first", "second"]
