@@ -18,6 +18,7 @@ from streamflow.binding.inventory import Inventory
 from streamflow.host_weights.ownership import Ownership
 from streamflow.stages.images import view_of
 from streamflow.stages.layout import ImageLayout
+from streamflow.store.errors import disk_errors
 from streamflow.store.lease import Lease
 
 _MAP_NORESERVE = 0x4000  # Linux; the module has no name for it in every version of Python
@@ -28,9 +29,10 @@ def remap(inventory: Inventory, ownership: Ownership, lease: Lease) -> None:
 
     Nothing is changed if this raises. Blocks; for worker threads.
 
-    :raises OSError: if a file cannot be mapped.
+    :raises StoreOperationError: if a file cannot be mapped.
     """
-    views = dict(_views(ownership, lease))
+    with disk_errors("mapping an entry", lease.path):
+        views = dict(_views(ownership, lease))
     tensors = (*inventory.fixed, *(owned for block in inventory.blocks for owned in block.tensors))
     pairs = [(owned, views[owned.name]) for owned in tensors]
     with torch.inference_mode(False), torch.no_grad():

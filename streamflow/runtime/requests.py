@@ -42,11 +42,22 @@ class Request(Generic[Result]):
             await self._finished.wait()
         except BaseException as interruption:
             absorbed = None if admission.leave(turn) else await wait_through(self._finished)
+            self._result = Future()  # nobody wants it any more; see `_take_result`
             raise more_urgent(interruption, absorbed) from None
         try:
-            return self._result.result()
+            return self._take_result()
         except StopForward:
             raise EngineClosedError from None
+
+    def _take_result(self) -> Result:
+        """The result, once. An exception's traceback leads to frames that lead here: kept here, too, it would keep what
+        the work had made until the collector comes by.
+        """
+        result, self._result = self._result, Future()
+        try:
+            return result.result()
+        finally:
+            del result
 
     def serve(self, place: Place) -> None:
         try:

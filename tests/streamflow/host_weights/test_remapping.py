@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import hashlib
 import weakref
@@ -12,6 +13,8 @@ import torch
 from torch import nn
 
 import streamflow
+from streamflow.host_weights import remapping
+from streamflow.store.codes import StoreCode
 from streamflow.store.reports import StoreOutcome
 from tests.streamflow.host_weights.kit import CASE, Stored, report_of
 from tests.streamflow.kit import compare, resident_digests, run_calls, sha256_of, tensors_of
@@ -111,3 +114,18 @@ async def test_a_model_that_fails_to_open_after_its_copies_went_keeps_right_byte
         async with streamflow.open_offload(model, stored.config("preferred", resident_blocks=99)):
             raise AssertionError("it was opened")
     assert {name: sha256_of(tensor) for name, tensor in model.state_dict().items()} == expected
+
+
+async def test_where_nothing_can_be_mapped_the_model_keeps_its_copies(
+    stored: Stored, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(fd: int) -> memoryview:
+        raise OSError(errno.ENOMEM, "too many mappings")
+
+    monkeypatch.setattr(remapping, "_private_mapping", refuse)
+    model = CASE.build()
+    expected = resident_digests(model, CASE.calls)
+    async with streamflow.open_offload(model, stored.config("preferred")) as offload:
+        await compare(offload, model, CASE.calls, expected)
+        report = report_of(offload)
+    assert (report.outcome, report.code) == (StoreOutcome.CANONICAL_FALLBACK, StoreCode.OPERATION_FAILED)

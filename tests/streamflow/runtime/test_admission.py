@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import threading
 import weakref
@@ -199,3 +200,38 @@ async def test_what_a_request_gave_is_not_kept_for_the_next_hours() -> None:
             while gone() is not None:
                 gc.collect()
                 await anyio.lowlevel.checkpoint()
+
+
+@pytest.mark.parametrize("end", ["failed", "cancelled"])
+async def test_what_such_a_request_made_goes_with_its_exception(end: str) -> None:
+    """At once, not when the collector comes by: the next request needs the memory."""
+    subject = make_subject()
+    made: list[weakref.ref[object]] = []
+    is_going = threading.Event()
+
+    def work() -> None:
+        activation = subject.model.exit(subject.inputs)  # type: ignore[operator]
+        made.append(weakref.ref(activation))
+        if end == "failed":
+            raise MemoryError
+        while True:
+            is_going.set()
+            subject.forward()
+
+    async with streamflow.open_offload(subject.model, ONE_AT_A_TIME) as offload:
+        gc.collect()
+        gc.disable()
+        try:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(ignoring_memory_errors, offload, work)
+                if end == "cancelled":
+                    await until(is_going)
+                    tasks.cancel_scope.cancel()
+            await until_so(lambda: made[0]() is None)
+        finally:
+            gc.enable()
+
+
+async def ignoring_memory_errors(offload: Offload, work: Callable[[], None]) -> None:
+    with contextlib.suppress(MemoryError):
+        await offload.run(work)
