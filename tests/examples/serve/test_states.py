@@ -100,6 +100,8 @@ async def answers_at(client: httpx2.AsyncClient, url: str) -> bool:
         await client.get(url + "/healthz")
     except httpx2.ConnectError:
         return False
+    except httpx2.TransportError:  # it was accepted, and closed without an answer
+        return True
     return True
 
 

@@ -36,7 +36,7 @@ async def test_a_trace_tells_all_that_happened(path: Path, transfer: str) -> Non
     assert metadata["versions"]["streamflow"] == streamflow.__version__
     assert metadata["config"]["transfer"] == metadata["transfer"]["transfer"] == transfer
     (engine,) = metadata["engines"]
-    assert [block["name"] for block in engine["blocks"]] == [f"blocks.{i}" for i in range(NUM_BLOCKS)]
+    assert [block["name"] for block in engine["blocks"]] == [f"SleepingModel.blocks.{i}" for i in range(NUM_BLOCKS)]
     blocks = spans(trace, "block")
     assert [event["args"]["block"] for event in blocks] == 2 * list(range(NUM_BLOCKS))
     copies, fetches = spans(trace, "copy"), spans(trace, "slot")
