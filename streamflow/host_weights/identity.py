@@ -116,7 +116,7 @@ def _computed(skeleton: nn.Module, replaced: Collection[str]) -> Iterator[tuple[
     """Tensors that were made while the skeleton was built: position tables and the like."""
     for name, tensor in (*skeleton.named_parameters(), *skeleton.named_buffers()):
         if not tensor.is_meta and name not in replaced:
-            values = tensor.detach().contiguous()
+            values = tensor.detach().cpu().contiguous()
             content = (
                 ctypes.string_at(values.data_ptr(), values.numel() * values.element_size()) if values.numel() else b""
             )

@@ -96,5 +96,16 @@ def _problems(inputs: LoadInputs) -> Iterator[str]:
             yield f"{name} must be a non-empty name or None, not {value!r}"
     if not isinstance(inputs.load_format, str):
         yield f"load_format must be a name, not {inputs.load_format!r}"
+    if isinstance(inputs.extra_files, str) or not all(_is_path(path) for path in inputs.extra_files):
+        yield f"extra_files must be a tuple of paths, not {inputs.extra_files!r}"
+    if inputs.lora_path is not None and not _is_path(inputs.lora_path):
+        yield f"lora_path must be a path or None, not {inputs.lora_path!r}"
+    scale = inputs.lora_scale
+    if scale is not None and (isinstance(scale, bool) or not isinstance(scale, int | float)):
+        yield f"lora_scale must be a number or None, not {scale!r}"
     if not all(isinstance(module, nn.Module) for module in inputs.neighbours):
         yield "neighbours must be modules"
+
+
+def _is_path(value: object) -> bool:
+    return isinstance(value, str | os.PathLike)

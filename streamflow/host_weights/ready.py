@@ -18,7 +18,6 @@ from streamflow.opening import open_with_source
 from streamflow.runtime.offload import Offload
 from streamflow.stages.devices.base import Device
 from streamflow.stages.threads import open_tasks
-from streamflow.store.errors import StoreError
 from streamflow.store.lease import Lease
 from streamflow.store.reports import StoreReport
 from streamflow.store.store import HostWeightStore
@@ -106,7 +105,7 @@ async def verified_meanwhile(
         try:
             for lease in leases:
                 await store.verify(lease, num_threads=1)  # requests run beside it, and need cores and memory more
-        except StoreError as damage:
+        except Exception as damage:  # what cannot be verified must not be used either
             offload.fail(damage)
 
     async with open_tasks() as tasks:

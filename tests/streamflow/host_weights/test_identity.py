@@ -180,3 +180,21 @@ def test_what_has_no_stable_text_is_not_plain() -> None:
     with pytest.raises(NotPlainError) as caught:
         plain({"a": [1, lambda: 0]}, "x")
     assert caught.value.path == "x.a[1]"
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("extra_files", "weights.bin"),
+        ("extra_files", (1,)),
+        ("lora_path", 3),
+        ("lora_scale", "0.5"),
+        ("lora_scale", True),
+        ("producer_abi", ""),
+        ("load_arguments", [1]),
+        ("neighbours", (1,)),
+    ],
+)
+def test_a_declaration_of_the_wrong_kind_is_refused_by_its_name(option: str, value: Any) -> None:
+    with pytest.raises(ConfigurationError, match=option):
+        LoadInputs(**{option: value})
