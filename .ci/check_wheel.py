@@ -20,7 +20,9 @@ def expected_files(tree: Path) -> set[str]:
     files = {"streamflow/py.typed"}
     for folder, prefix in (("streamflow", ""), ("stages", "streamflow/"), ("tools", "streamflow/")):
         files |= {prefix + path.relative_to(tree).as_posix() for path in (tree / folder).rglob("*.py")}
-    data = {"streamflow/" + path.relative_to(tree).as_posix() for path in (tree / "tools/demo/data").iterdir()}
+    pages = [tree / "tools/trace/page.html"]
+    wanted = [*(tree / "tools/demo/data").iterdir(), *pages]
+    data = {"streamflow/" + path.relative_to(tree).as_posix() for path in wanted}
     return files | data
 
 

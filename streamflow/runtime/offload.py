@@ -7,7 +7,6 @@ import math
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from functools import partial
 from typing import Any, Literal, ParamSpec, TypeVar
 
 import attrs
@@ -139,16 +138,16 @@ class Offload:
         finally:
             self._uncounted = self._engine.statistics()
 
-    def _prepare(self, call: partial[Any]) -> Request[Any]:
-        check_work(call.func)
+    def _prepare(self, work: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Request[Any]:
+        check_work(work)
         self._check_open()
         caller = self._device.caller_stream()
 
-        def work() -> Any:
+        def call() -> Any:
             self._check_sound()  # the request has waited
-            return check_result(call.func, call())
+            return check_result(work, work(*args, **kwargs))
 
-        return Request(work, lambda place: self._workplace.request_in(place, caller))
+        return Request(call, lambda place: self._workplace.request_in(place, caller))
 
     def statistics(self) -> OffloadStatistics:
         """Counters and sizes now. Cheap; from any thread."""

@@ -33,7 +33,7 @@ class OffloadRequest:
 
     def __init__(
         self,
-        prepare: Callable[[partial[Any]], Request[Any]],
+        prepare: Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Request[Any]],
         admission: Admission,
         outcomes: OutcomeCounter,
         *,
@@ -78,7 +78,7 @@ class OffloadRequest:
         self._is_begun = True
         try:
             with working_for(self.request_id), request_span(self.request_id, self.priority, self.deadline_s):
-                result = await self._run_until_deadline(partial(work, *args, **kwargs))
+                result = await self._run_until_deadline(work, args, kwargs)
         except BaseException as failure:
             self._is_done = True
             self._outcomes.note(failure)
@@ -89,10 +89,15 @@ class OffloadRequest:
         self._outcomes.note(None)
         return result
 
-    async def _run_until_deadline(self, call: partial[Result]) -> Result:
-        request: Request[Result] = self._prepare(call)
+    async def _run_until_deadline(
+        self, work: Callable[..., Result], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Result:
+        request: Request[Result] = self._prepare(work, args, kwargs)
         turn = self._turn = self._admission.enter(
-            request, priority=self.priority, request_id=self.request_id, exclusive=shared_state_of(call)
+            request,
+            priority=self.priority,
+            request_id=self.request_id,
+            exclusive=shared_state_of(partial(work, *args, **kwargs)),
         )
         with anyio.move_on_after(self.deadline_s):
             return await request.wait(self._admission, turn)

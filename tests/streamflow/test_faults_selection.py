@@ -185,13 +185,6 @@ async def test_a_plan_that_a_class_declares_is_used_and_a_wrong_one_is_refused()
     assert isinstance(await refused(case.build()), PlanError)
 
 
-async def test_a_pipeline_is_refused_and_its_transformer_named() -> None:
-    pipeline = SimpleNamespace(components={"vae": nn.Linear(2, 2), "transformer": mlp_stack(1), "scheduler": None})
-    error = await refused(pipeline)
-    assert isinstance(error, UnsupportedModelError)
-    assert "open_offload(pipeline.transformer)" in str(error)
-
-
 @pytest.mark.parametrize("model", [None, {}, "model", nn.Linear, SimpleNamespace(components={})], ids=str)
 async def test_what_is_no_module_is_refused_by_its_type(model: Any) -> None:
     error = await refused(model)

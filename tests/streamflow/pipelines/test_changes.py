@@ -84,10 +84,7 @@ async def test_an_adapter_never_changes_shared_bytes() -> None:
     ("method", "arguments"),
     [
         ("add_adapter", [None]),
-        ("set_adapter", ["one"]),
         ("set_adapters", ["one"]),
-        ("enable_adapters", []),
-        ("disable_adapters", []),
         ("fuse_lora", []),
         ("unfuse_lora", []),
         ("delete_adapters", ["one"]),

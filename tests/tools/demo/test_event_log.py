@@ -143,5 +143,5 @@ def test_every_event_is_plain_values() -> None:
     }
     failed = describe(FetchFailed(2, OSError("gone")), math.pi)
     assert (failed["error"], failed["time_s"]) == ("OSError('gone')", 3.141593)
-    for other in (SlowDeviceCall("fetch", 0.5), WalkStarted(1, (1, 2))):
+    for other in (SlowDeviceCall("fetch", 0.5), WalkStarted(1, "DigitTransformer", (1, 2))):
         assert json.loads(json.dumps(describe(other, 0.0)))["kind"] == type(other).__name__
