@@ -128,9 +128,14 @@ class Workplace:
                 self.state.place = None
                 caller.wait(place.stream.record())
         finally:
-            self._forget()
-            loan.give_back()
-            loan.wait_over()
+            loan.give_back()  # the first call: see `Loan`
+            try:
+                self._forget()
+            except KeyboardInterrupt:
+                self._forget()  # what it had not come to yet
+                raise
+            finally:
+                loan.wait_over()
 
     def _stay(self, place: Place, component: str, work: Callable[[Place, bool], Result], *, keep: bool) -> Result:
         # The state is set and reset by plain assignments: no exception of a signal handler leaves the thread inside.
