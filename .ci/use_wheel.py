@@ -13,11 +13,17 @@ from pathlib import Path
 import streamflow
 
 
+def _ignore(package: str) -> None:
+    """A package that cannot be imported without its extra is told by `import_all`, unless it is skipped."""
+
+
 def import_all(with_demo: bool) -> int:
-    """Import every module, the demo's only if its requirements are installed; returns how many."""
-    skipped = () if with_demo else ("streamflow.tools.demo",)
-    names = [module.name for module in pkgutil.walk_packages(streamflow.__path__, "streamflow.")]
-    wanted = [name for name in names if not name.startswith(skipped)] if skipped else names
+    """Import every module but those of the extra ``serve``, the demo's only if its requirements are installed; returns
+    how many.
+    """
+    skipped = ("streamflow.metrics", *(() if with_demo else ("streamflow.tools.demo",)))
+    names = [module.name for module in pkgutil.walk_packages(streamflow.__path__, "streamflow.", onerror=_ignore)]
+    wanted = [name for name in names if not name.startswith(skipped)]
     for name in wanted:
         importlib.import_module(name)
     return len(wanted)
