@@ -13,7 +13,7 @@ from streamflow.binding.inventory import Inventory
 from streamflow.component_parts import MakeSource
 from streamflow.config import OffloadConfig
 from streamflow.host_weights.ownership import Ownership
-from streamflow.host_weights.restorer import ArtifactSource, RestorePlan
+from streamflow.host_weights.restorer import ArtifactSource
 from streamflow.opening import open_with_source
 from streamflow.runtime.offload import Offload
 from streamflow.stages.devices.base import Device
@@ -68,8 +68,7 @@ def from_entry(
     """Makes the source that streams from a lease, which becomes the source's to close."""
 
     def make_source(inventory: Inventory, blocks: tuple[BoundBlock, ...], backend: Device) -> WeightSource:
-        plan = RestorePlan(ownership)
-        source = ArtifactSource(blocks, held.lease, plan, config, reason, in_module=in_module)
+        source = ArtifactSource(blocks, held.lease, ownership, config, reason, in_module=in_module)
         held.hand_over()
         return source
 

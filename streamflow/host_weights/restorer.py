@@ -1,6 +1,6 @@
 """The restorer: gives a model the weights of a lease.
 
-1. `plan_restore` only compares: what the model needs against what the entry says it holds. A mismatch changes nothing.
+1. `check_restorable` only compares: what the model needs against what the entry says it holds. Nothing changes.
 2. `ArtifactSource` is the commit: from its `prepare` on, blocks and fixed tensors come from the lease, which it owns.
 3. `release` closes the lease, once nothing reads it any more.
 """
@@ -24,11 +24,13 @@ from streamflow.stages.threads import ThreadCrew
 from streamflow.store.draft import StoredImage
 from streamflow.store.lease import Lease
 from streamflow.transfer_choice import SourceName
+from streamflow.weights.pieces import PieceInFile
 from streamflow.weights.registering import RegisteredFiles, RegistrationOptions, RegistrationReport
 
 
-def plan_restore(ownership: Ownership, lease: Lease) -> RestorePlan:
-    """The proof that the entry holds exactly the tensors that the model needs, each as the model needs it.
+def check_restorable(ownership: Ownership, lease: Lease) -> None:
+    """Return if the entry holds exactly the tensors that the model needs, each as the model needs it: then image ``i``
+    of the entry is image ``i`` of the ownership.
 
     :raises AmbiguousOwnershipError: if not: the finished model is not the one that was stored.
     """
@@ -36,14 +38,6 @@ def plan_restore(ownership: Ownership, lease: Lease) -> RestorePlan:
     differences = list(_differences(ownership.images, stored))
     if differences:
         raise AmbiguousOwnershipError(lease.content_id, differences)
-    return RestorePlan(ownership)
-
-
-@attrs.frozen
-class RestorePlan:
-    """A proven match: image ``i`` of the entry is image ``i`` of the ownership."""
-
-    ownership: Ownership
 
 
 def _differences(needed: Sequence[StoredImage], stored: Sequence[StoredImage]) -> list[str]:
@@ -61,31 +55,14 @@ def _differences(needed: Sequence[StoredImage], stored: Sequence[StoredImage]) -
 
 
 @attrs.frozen
-class ArtifactPiece:
-    """A block image as it lies in the entry's file.
-
-    ``registered`` is where it lies in a registered mapping of the file, in runs that can be copied at once. The list is
-    its owner's, who empties it before the registration ends; None if there never was one.
-    """
+class ArtifactPiece(PieceInFile):
+    """A block image as it lies in the entry's file."""
 
     lease: Lease
     image: int
     nbytes: int
     offset_bytes: int = 0
-    splittable: bool = True
     registered: list[torch.Tensor] | None = attrs.field(default=None, eq=False, repr=False)
-
-    @property
-    def stored_bytes(self) -> int:
-        return self.nbytes
-
-    @property
-    def runs(self) -> tuple[torch.Tensor, ...]:
-        return tuple(self.registered or ())
-
-    @property
-    def page_locked(self) -> bool:
-        return bool(self.registered)
 
     def read_into(self, address: int, start: int, nbytes: int) -> None:
         """Put bytes of the image at ``address``. Blocks; for worker threads.
@@ -96,7 +73,8 @@ class ArtifactPiece:
 
 
 class ArtifactSource:
-    """The images of an entry. It owns the lease, and registers its mappings where ``options`` and the device allow it.
+    """The images of an entry that was found restorable. It owns the lease, and registers its mappings where ``options``
+    and the device allow it.
 
     ``in_module``: the module itself shows the entry's weights (its tensors were remapped), so that on a host device the
     fixed ones can stay where they are.
@@ -110,7 +88,7 @@ class ArtifactSource:
         self,
         blocks: Sequence[BoundBlock],
         lease: Lease,
-        plan: RestorePlan,
+        ownership: Ownership,
         options: RegistrationOptions,
         reason: str,
         *,
@@ -121,7 +99,7 @@ class ArtifactSource:
         self._in_module = in_module
         self._blocks = blocks
         self._fixed_image = len(blocks)
-        self._fixed_regions = _regions_by_name(plan.ownership.layouts[self._fixed_image])
+        self._fixed_regions = _regions_by_name(ownership.layouts[self._fixed_image])
         self._registered = RegisteredFiles(options, owner=self)
         self.registration = RegistrationReport()
         self.images: dict[int, BlockImage] = {

@@ -19,7 +19,7 @@ from streamflow.host_weights.ownership import Ownership, check_boundary, ownersh
 from streamflow.host_weights.producer import draft_of_module
 from streamflow.host_weights.ready import HeldLease, Ready, from_entry, open_ready
 from streamflow.host_weights.remapping import give_memory_back, remap
-from streamflow.host_weights.restorer import plan_restore
+from streamflow.host_weights.restorer import check_restorable
 from streamflow.host_weights.support import check_not_quantized, check_topology
 from streamflow.opening import inventory_of, module_source
 from streamflow.runtime.offload import Offload
@@ -112,7 +112,7 @@ async def share_loaded(
         report = _report(entry.outcome, lease, source_id, loaded.config)
         if not report.remapped:
             return loaded.with_own_tensors(report)
-        plan_restore(ownership, lease)
+        check_restorable(ownership, lease)
         await crew.call(lambda: remap(loaded.inventory, ownership, lease), name="remapping")
     except StoreError as failure:
         return loaded.without_entry(failure, source_id)

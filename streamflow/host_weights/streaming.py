@@ -16,7 +16,7 @@ from streamflow.host_weights.load_inputs import LoadInputs
 from streamflow.host_weights.ownership import Ownership, ownership_of
 from streamflow.host_weights.producer import draft_of_checkpoint
 from streamflow.host_weights.ready import HeldLease, Ready, from_entry, open_ready
-from streamflow.host_weights.restorer import plan_restore
+from streamflow.host_weights.restorer import check_restorable
 from streamflow.host_weights.sharing import Loaded, metadata_of, share_loaded
 from streamflow.host_weights.support import check_not_quantized, check_topology
 from streamflow.model_request import ModelRequest
@@ -159,7 +159,7 @@ class _Opening:
         await self._crew.call(lambda: self._request.finish(skeleton), name="finalising")
         inventory = await self._claim(skeleton)
         ownership = ownership_of(skeleton, inventory)
-        plan_restore(ownership, held.lease)
+        check_restorable(ownership, held.lease)
         return self._from_entry(skeleton, inventory, ownership, held, StoreOutcome.LOCAL_HIT, is_verified=False)
 
     async def _claim(self, model: nn.Module) -> Inventory:

@@ -20,19 +20,16 @@ from streamflow.weights.tensor_reading import read_tensor
 from streamflow.weights.torch_dtypes import as_bits
 
 
-@attrs.frozen
-class FilePiece:
-    """A piece that lies in a file as it will lie in the slot; read with ``preadv``, any part of it.
+class PieceInFile:
+    """What pieces that lie in a file as they will lie in the slot have in common.
 
-    ``registered`` is where it lies in a registered mapping of the file, in runs that can be copied at once. The list is
-    its owner's, who empties it before the registration ends; None if there never was one.
+    ``registered`` is where a piece lies in a registered mapping of the file, in runs that can be copied at once. The
+    list is its owner's, who empties it before the registration ends; None if there never was one.
     """
 
-    offset_bytes: int
+    __slots__ = ()
     nbytes: int
-    file: CheckpointFile
-    file_offset: int
-    registered: list[torch.Tensor] | None = attrs.field(default=None, eq=False, repr=False)
+    registered: list[torch.Tensor] | None
 
     @property
     def stored_bytes(self) -> int:
@@ -49,6 +46,17 @@ class FilePiece:
     @property
     def page_locked(self) -> bool:
         return bool(self.registered)
+
+
+@attrs.frozen
+class FilePiece(PieceInFile):
+    """A piece of a checkpoint's file; read with ``preadv``, any part of it."""
+
+    offset_bytes: int
+    nbytes: int
+    file: CheckpointFile
+    file_offset: int
+    registered: list[torch.Tensor] | None = attrs.field(default=None, eq=False, repr=False)
 
     def read_into(self, address: int, start: int, nbytes: int) -> None:
         """Put bytes ``start`` to ``start + nbytes`` of the piece at ``address``. Blocks; for worker threads.
