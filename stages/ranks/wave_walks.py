@@ -22,7 +22,8 @@ class WaveWalks:
 
     A walk of the wave under way starts when all its live members wait for it; who does something else first is a member
     no more. Walks over other components are ``local`` to the rank, and start between waves: while one is under way its
-    blocks have the window. ``default_wave`` counts for requests that say nothing. ``wake`` lets the planner decide anew; ``on_failure`` breaks the engine.
+    blocks have the window. ``default_wave`` counts for requests that say nothing. The owner connects ``wake``, which
+    lets the planner decide anew, and ``on_failure``, which breaks the engine.
     """
 
     def __init__(self, feed: Feed, local: WalkSource, default_wave: WaveSignature | None = None) -> None:
@@ -58,13 +59,10 @@ class WaveWalks:
         return WalkChoice(choice.pass_ids, choice.again_at, refused=refused)
 
     def _let_go(self, waiting: Sequence[WaitingPass]) -> None:
-        """Members that do something else now are members no more: the wave would wait for them, and they for its end."""
+        """Members that do something else now are none any more: the wave would wait for them, and they for its end."""
         for other in waiting:
-            if (
-                other.maker is not None
-                and other.maker in self._members
-                and other.component != self._feed.next_component
-            ):
+            does_something_else = other.component != self._feed.next_component
+            if other.maker is not None and other.maker in self._members and does_something_else:
                 self.gone(other.maker)
 
     @property
@@ -74,7 +72,7 @@ class WaveWalks:
 
     @property
     def _members(self) -> set[int]:
-        """The live members that some walk of the wave is still to be started for; what else they do is no part of it."""
+        """The live members that a walk is still to be started for; what the others do is no part of the wave."""
         return self._live if self._feed.next_component is not None else set()
 
     def _refusals(self, waiting: Sequence[WaitingPass]) -> list[Refusal]:

@@ -299,7 +299,8 @@ def test_a_block_that_would_have_to_be_gathered_again_is_refused_and_the_others_
     ranks.begin(wave)
     ranks.run()
     ranks.check(2)
-    assert right.gone and right.error is None
+    assert right.gone
+    assert right.error is None
     if len(blocks) > ranks.num_slots:  # else the window may hold it still
         assert isinstance(wrong.error, OutOfTurnError)
     assert wrong.gone
@@ -316,7 +317,8 @@ def test_a_member_that_does_something_else_first_waits_for_the_end_of_the_wave_a
     assert [request.ticket for request in ranks.ranks[0].waves.waiting()] == [maker.number]
     ranks.begin(wave)
     ranks.run()
-    assert maker.gone and maker.error is None
+    assert maker.gone
+    assert maker.error is None
     ranks.check(4)
 
 
@@ -324,14 +326,16 @@ def test_a_request_without_a_signature_is_told_so() -> None:
     ranks = Ranks(1, num_ranks=2)
     maker = ranks.add(0, None, [(COLLECTIVE, ranks.orders[COLLECTIVE])])
     ranks.run()
-    assert isinstance(maker.error, SignatureMissingError) and maker.gone
+    assert isinstance(maker.error, SignatureMissingError)
+    assert maker.gone
 
 
 def test_a_wave_over_components_that_are_not_gathered_is_refused() -> None:
     ranks = Ranks(1, num_ranks=2)
     maker = ranks.add(0, WaveSignature(((LOCAL, 2),)), [(COLLECTIVE, ranks.orders[COLLECTIVE])])
     ranks.run()
-    assert isinstance(maker.error, WaveComponentsError) and maker.gone
+    assert isinstance(maker.error, WaveComponentsError)
+    assert maker.gone
 
 
 def test_a_waiting_request_gets_the_error_that_it_is_refused_with() -> None:
@@ -342,5 +346,6 @@ def test_a_waiting_request_gets_the_error_that_it_is_refused_with() -> None:
     ranks.ranks[0].waves.refuse(waiting.ticket, ValueError("other steps"))
     ranks.ranks[0].settle()
     ranks.run()
-    assert isinstance(maker.error, ValueError) and maker.gone
+    assert isinstance(maker.error, ValueError)
+    assert maker.gone
     assert not ranks.ranks[0].waves.waiting()
