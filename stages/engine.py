@@ -101,6 +101,8 @@ class Engine:
         nursery: anyio.abc.TaskGroup,
     ) -> None:
         self.places = tuple(places)
+        #: Called on the loop once the engine has failed.
+        self.on_failure: Callable[[], None] = _nothing
         self.broadcast = Broadcast()
         self._device = device
         self._images = images
@@ -236,6 +238,7 @@ class Engine:
             await self._serve()
         if self._failure is not None:
             self.broadcast.publish(EngineFailed(self._failure))
+            self.on_failure()
 
     async def _serve(self) -> None:
         self._act_or_fail()
@@ -451,6 +454,10 @@ class Engine:
         if seconds > SLOW_CALL_S:
             self._num_slow_calls += 1
             self.broadcast.publish(SlowDeviceCall(what, seconds))
+
+
+def _nothing() -> None:
+    pass
 
 
 def _add_user(busy_until: list[Event], event: Event) -> None:

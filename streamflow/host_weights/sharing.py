@@ -12,6 +12,7 @@ from torch import nn
 from streamflow.binding.guards import claimed
 from streamflow.binding.inventory import Inventory
 from streamflow.config import OffloadConfig
+from streamflow.hardware import Hardware
 from streamflow.host_weights.errors import EntryMissingError, report_or_raise
 from streamflow.host_weights.identity import SourceIdentity
 from streamflow.host_weights.load_inputs import LoadInputs
@@ -23,7 +24,6 @@ from streamflow.host_weights.restorer import check_restorable
 from streamflow.host_weights.support import check_not_quantized, check_topology
 from streamflow.opening import inventory_of, module_source
 from streamflow.runtime.offload import Offload
-from streamflow.stages.devices.base import Device
 from streamflow.stages.threads import ThreadCrew, open_threads
 from streamflow.store.draft import Draft
 from streamflow.store.errors import EntryRejectedError, StoreError
@@ -36,7 +36,7 @@ from streamflow.support import check_model
 
 @asynccontextmanager
 async def open_shared(
-    model: nn.Module, config: OffloadConfig, inputs: LoadInputs, device: Device | None
+    model: nn.Module, config: OffloadConfig, inputs: LoadInputs, hardware: Hardware
 ) -> AsyncIterator[Offload]:
     """An offload of a loaded model through the store, by its content.
 
@@ -54,7 +54,7 @@ async def open_shared(
             ready = loaded.without_entry(failure, None)
         else:
             ready = await share_loaded(store, crew, stack, loaded, None)
-        yield await stack.enter_async_context(open_ready(ready, config, device, store))
+        yield await stack.enter_async_context(open_ready(ready, config, hardware, store))
 
 
 @attrs.frozen(eq=False)

@@ -20,7 +20,7 @@ from streamflow.host_weights.restorer import check_restorable
 from streamflow.host_weights.sharing import Loaded, metadata_of, share_loaded
 from streamflow.host_weights.support import check_not_quantized, check_topology
 from streamflow.model_request import ModelRequest
-from streamflow.opening import backend_of, inventory_of
+from streamflow.opening import inventory_of
 from streamflow.runtime.offload import Offload
 from streamflow.stages.threads import ThreadCrew, open_tasks, open_threads
 from streamflow.store.errors import EntryRejectedError, StoreError, disk_errors
@@ -48,7 +48,7 @@ async def open_through_store(request: ModelRequest) -> AsyncIterator[tuple[Offlo
             opening = _Opening(request, crew, stack)
             ready = await _or_report(opening)
             if isinstance(ready, Ready):
-                opened = open_ready(ready, request.config, request.device, opening.store)
+                opened = open_ready(ready, request.config, request.hardware, opening.store)
                 yield await stack.enter_async_context(opened), ready.model
                 return
         yield ready
@@ -116,7 +116,7 @@ class _Opening:
     async def _probe(self) -> None:
         request = self._request
         on_its_disk = StorePaths(request.config.store.root).format_file
-        await probe_ahead([on_its_disk], request.config, backend_of(request.device, request.config), self._crew)
+        await probe_ahead([on_its_disk], request.config, request.hardware.device, self._crew)
 
     async def _identify(self, skeleton: nn.Module, checkpoint: Checkpoint) -> SourceIdentity:
         request, config = self._request, self._request.config
@@ -196,7 +196,7 @@ class _Opening:
     def _why_the_checkpoint(self) -> str | None:
         """Why blocks are better read from the checkpoint's own files than from an entry yet to be made; None: no."""
         config = self._request.config
-        if backend_of(self._request.device, config).is_host:
+        if self._request.hardware.device.is_host:
             return None
         why_not = why_not_registered_by_options(config, device_is_host=False)
         candidates = [SourceCandidate("artifact"), SourceCandidate("checkpoint")]

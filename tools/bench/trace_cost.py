@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 import streamflow
-from streamflow.opening import make_device
+from streamflow.hardware import make_device
 from streamflow.stages.devices.base import Device
 from streamflow.stages.devices.cpu import CpuDevice
 from streamflow.stages.events import BlockLeft, FetchIssued, FetchStarted, ObservedEvent, SlotFree
