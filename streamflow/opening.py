@@ -18,6 +18,7 @@ from streamflow.discovery import find_blocks
 from streamflow.errors import ComponentPolicyError, ConfigurationError
 from streamflow.hardware import Hardware
 from streamflow.pipelines.policy import Behaviour
+from streamflow.ranks.shared_source import SharedModuleSource
 from streamflow.residency import choose_residents
 from streamflow.runtime.offload import Offload
 from streamflow.stages.devices.base import Device
@@ -38,9 +39,8 @@ async def open_module(
     check_model(model)
     with claimed(model, type(model).__name__):
         inventory = inventory_of(model, config)
-        async with open_with_source(
-            model, inventory, config, module_source(config, reason), hardware, report
-        ) as offload:
+        make_source = module_source(type(model).__name__, config, reason, hardware)
+        async with open_with_source(model, inventory, config, make_source, hardware, report) as offload:
             yield offload
 
 
@@ -62,12 +62,16 @@ async def open_with_source(
         yield offload
 
 
-def module_source(config: OffloadConfig, reason: str) -> MakeSource:
-    """Makes the source that is the model itself."""
+def module_source(name: str, config: OffloadConfig, reason: str, hardware: Hardware) -> MakeSource:
+    """Makes the source that is the component ``name`` itself; ranks that gather keep one host copy of it together."""
 
     def make_source(inventory: Inventory, blocks: tuple[BoundBlock, ...], backend: Device) -> WeightSource:
         pins = why_not_page_locked(config, device_is_host=backend.is_host) is None
-        return ModuleSource(inventory, blocks, reason, config.effective_packing_threads if pins else None)
+        num_pin_threads = config.effective_packing_threads if pins else None
+        if hardware.ranks is None:
+            return ModuleSource(inventory, blocks, reason, num_pin_threads)
+        agreement = hardware.ranks.coordinator
+        return SharedModuleSource(name, inventory, blocks, reason, agreement, config, num_pin_threads=num_pin_threads)
 
     return make_source
 

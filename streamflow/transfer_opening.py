@@ -40,7 +40,8 @@ def transfer_opener(
 
     async def open_transfer(device: Device, stream: Stream, crew: ThreadCrew) -> Transfer:
         if joint is not None:
-            packing = StagingOptions(config.effective_packing_threads, config.staging_chunk_bytes, trace.packed_listener)
+            num_threads, chunk_bytes = config.effective_packing_threads, config.staging_chunk_bytes
+            packing = StagingOptions(num_threads, chunk_bytes, trace.packed_listener)
             return await open_gathered(
                 device,
                 stream,

@@ -50,7 +50,7 @@ class LocalWaves(Protocol):
     """
 
     on_change: Callable[[], None]
-    """Set by the coordinator; called, on the loop, when `waiting` or `progress` changed. It neither blocks nor fails."""
+    """Set by the coordinator; called, on the loop, when `waiting` or `progress` changed. It never blocks or fails."""
 
     def waiting(self) -> Sequence[WaitingRequest]:
         """The requests that wait for a wave, oldest first; they may end by themselves at any time."""

@@ -47,11 +47,12 @@ async def open_pipeline(
         async with AsyncExitStack() as stack:
             shared: SharedComponents | None = None
             if config.store_mode != "disabled":
-                opened = open_shared_components(modules, inventories, config, inputs)
+                opened = open_shared_components(modules, inventories, config, inputs, hardware)
                 shared = await stack.enter_async_context(opened)
             ready = {} if shared is None else shared.ready
             components = [
-                _to_open(c, behaviours[c.name], inventories[c.name], config, reason, ready.get(c.name)) for c in found
+                _to_open(c, behaviours[c.name], inventories[c.name], config, reason, hardware, ready.get(c.name))
+                for c in found
             ]
             report = None if shared is None else shared.report
             offload = await stack.enter_async_context(open_components(components, config, hardware, report, moves=True))
@@ -69,6 +70,7 @@ def _to_open(
     inventory: Inventory,
     config: OffloadConfig,
     reason: str,
+    hardware: Hardware,
     ready: Ready | None,
 ) -> ComponentToOpen:
     is_transformer = component.declared.role is Role.TRANSFORMER
@@ -78,7 +80,7 @@ def _to_open(
         module=component.module,
         behaviour=behaviour,
         inventory=inventory,
-        make_source=module_source(config, reason) if ready is None else ready.make_source,
+        make_source=module_source(component.name, config, reason, hardware) if ready is None else ready.make_source,
         residents=resident_blocks(inventory, config) if has_residents else (),
         store=None if ready is None else ready.report,
         gathers=is_transformer,  # one that encodes runs when its own rank's request needs it

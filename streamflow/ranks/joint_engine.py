@@ -94,9 +94,7 @@ async def plan_jointly(
     eligible = {image.name: image.nbytes for images in shared.values() for image in images}
     local = await _local_blocks(ranks, eligible, config, device, crew)
     others = {image.name for c in components for image in c.images.values()} - eligible.keys()
-    digest = schedule_digest(
-        shared, local=local, chunk_bytes=config.ranks.gather_chunk_bytes, size=ranks.group.size
-    )
+    digest = schedule_digest(shared, local=local, chunk_bytes=config.ranks.gather_chunk_bytes, size=ranks.group.size)
     await ranks.agree_on_equal("what they gather", digest)
     waves = WaveWalks(
         Feed(orders),

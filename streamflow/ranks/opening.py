@@ -102,7 +102,5 @@ async def _connect(
     group: GatherGroup, config: OffloadConfig, device: Device, coordinator: Coordinator, crew: ThreadCrew
 ) -> TorchCommunicator:
     timeout_s = config.ranks.rank_deadline_s if device.is_host else NCCL_TIMEOUT_S
-    connect = partial(
-        new_communicator, group.ranks, device.torch_device, timeout_s=timeout_s, blame=coordinator.blame
-    )
+    connect = partial(new_communicator, group.ranks, device.torch_device, timeout_s=timeout_s, blame=coordinator.blame)
     return await crew.call(connect, undo=TorchCommunicator.close, name="communicator")
