@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 
 from docsite.error_tree import error_tree
+from docsite.many_nodes import many_nodes_table
 from docsite.options import options_table
 from docsite.parallelism import parallelism_table
 
@@ -14,6 +15,7 @@ _MAKERS: dict[str, Callable[..., str]] = {
     "options": options_table,
     "errors": error_tree,
     "parallelism": parallelism_table,
+    "many_nodes": many_nodes_table,
 }
 
 
