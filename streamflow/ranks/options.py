@@ -13,6 +13,8 @@ from streamflow.stages.ranks.signature import WaveSignature, WaveSignatureError
 
 Gather = Literal["auto", "always", "never"]
 LocalBlocks = Literal["auto", "none"]
+#: How many heartbeats a rank may be silent at least: idle ones come at a fifth of the rate.
+MIN_HEARTBEATS = 10
 _DURATIONS = ("wave_deadline_s", "rank_deadline_s", "heartbeat_s")
 
 
@@ -27,12 +29,13 @@ class RankOptions:
         gather_chunk_bytes: how much of a block image is copied and then gathered at a time; a smaller chunk overlaps
             sooner and costs more calls. It is rounded to a multiple of 256 bytes for each rank.
         local_blocks: blocks that every rank copies whole, because gathering them would take longer: ``"auto"`` by their
-            size and the measured links, ``"none"``, or a tuple of their names.
+            size and the measured links (on a host device all of them), ``"none"``, or a tuple of their names.
         wave_window_s: how long the first request that waits for a wave waits for others, in seconds. A wave begins
             early when every rank has as many requests waiting as may walk together.
         wave_deadline_s: how long a request may wait for a wave before it fails, in seconds.
-        rank_deadline_s: how long a rank may be silent before the others give it up and fail, in seconds.
-        heartbeat_s: how often ranks exchange their state while requests wait, in seconds.
+        rank_deadline_s: within it all ranks know of one that is dead or silent, and fail, in seconds. At least ten
+            heartbeats.
+        heartbeat_s: how often ranks exchange their state while requests wait, in seconds; else a fifth as often.
         default_wave: the signature of requests that state none, or a mapping of its fields; None: each has to state it,
             by ``offload.request(wave=...)``. Without gathering it has no effect.
 
@@ -81,16 +84,27 @@ def _problems(options: RankOptions) -> Iterator[str]:
         yield f"gather_chunk_bytes must be an integer of at least 256, not {chunk!r}"
     if not _is_blocks(options.local_blocks):
         yield f"local_blocks must be 'auto', 'none' or a tuple of blocks' names, not {options.local_blocks!r}"
+    yield from list(_wrong_durations(options)) or _short_deadlines(options)
+
+
+def _wrong_durations(options: RankOptions) -> Iterator[str]:
     window = options.wave_window_s
     if not _is_number(window) or window < 0:
         yield f"wave_window_s must be a finite number of seconds of at least 0, not {window!r}"
-    wrong = [name for name in _DURATIONS if not _is_number(getattr(options, name)) or getattr(options, name) <= 0]
-    for name in wrong:
-        yield f"{name} must be a positive, finite number of seconds, not {getattr(options, name)!r}"
-    if not wrong and options.heartbeat_s >= options.rank_deadline_s:
+    for name in _DURATIONS:
+        value = getattr(options, name)
+        if not _is_number(value) or value <= 0:
+            yield f"{name} must be a positive, finite number of seconds, not {value!r}"
+
+
+def _short_deadlines(options: RankOptions) -> Iterator[str]:
+    if options.wave_deadline_s < options.wave_window_s:
+        window = f"wave_window_s={options.wave_window_s:g}"
+        yield f"wave_deadline_s is {options.wave_deadline_s:g}, less than {window}: no request could wait for its wave"
+    if options.rank_deadline_s < MIN_HEARTBEATS * options.heartbeat_s:
         yield (
-            f"heartbeat_s is {options.heartbeat_s:g} but must be less than rank_deadline_s="
-            f"{options.rank_deadline_s:g}: a rank that says something so seldom would be given up"
+            f"rank_deadline_s is {options.rank_deadline_s:g}, less than {MIN_HEARTBEATS} times heartbeat_s="
+            f"{options.heartbeat_s:g}: ranks that have nothing to say would be given up"
         )
 
 

@@ -15,9 +15,9 @@ WRONG: dict[str, list[Any]] = {
     "gather_chunk_bytes": [0, 255, -1, 1e6, True, None],
     "local_blocks": ["all", None, ["blocks.0"], ("",), (1,)],
     "wave_window_s": [-0.1, float("inf"), float("nan"), None, "1", True],
-    "wave_deadline_s": [0, -1, float("inf"), None, True],
-    "rank_deadline_s": [0, -1, float("nan"), "10"],
-    "heartbeat_s": [0, -1, None, float("inf"), 10],  # 10: as long as the deadline
+    "wave_deadline_s": [0, -1, float("inf"), None, True, 0.4],  # 0.4: less than the window
+    "rank_deadline_s": [0, -1, float("nan"), "10", 0.4],  # 0.4: less than ten heartbeats
+    "heartbeat_s": [0, -1, None, float("inf")],
     "default_wave": [
         "transformer",
         3,
@@ -62,6 +62,11 @@ def test_a_mapping_is_the_signature_that_it_describes() -> None:
     assert config.effective()["ranks"]["default_wave"]["passes_per_step"] == 2
 
 
+def test_a_heartbeat_that_is_too_slow_for_the_deadline_is_refused_with_both() -> None:
+    with pytest.raises(ConfigurationError, match="rank_deadline_s is 10, less than 10 times heartbeat_s=2"):
+        RankOptions(heartbeat_s=2.0)
+
+
 def test_limits_are_taken() -> None:
-    least = RankOptions(gather_chunk_bytes=256, local_blocks=(), wave_window_s=0, rank_deadline_s=0.2, heartbeat_s=0.1)
+    least = RankOptions(gather_chunk_bytes=256, local_blocks=(), wave_window_s=0, rank_deadline_s=1, heartbeat_s=0.1)
     assert least.local_blocks == ()
