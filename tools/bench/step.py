@@ -17,24 +17,11 @@ import click
 import torch
 
 import streamflow
-<<<<<<< HEAD
-from streamflow.hardware import make_device
-from streamflow.stages.progress import tracked
-from streamflow.stages.threads import ThreadCrew, open_threads
-from streamflow.tools.bench.clock import timed_steps
-from streamflow.tools.bench.digests import digest_of
-from streamflow.tools.bench.environment import environment
-from streamflow.tools.bench.flux_shaped import SMALL, FluxShape, FluxShaped, random_inputs, random_models
-from streamflow.tools.bench.peers import PeerReading, Standard, measure_peers
-from streamflow.tools.bench.rates import link_rate, pack_rate, pieces_of
-from streamflow.tools.bench.step_sources import SOURCES, StepSource
-=======
 from streamflow.tools.bench.flux_shaped import SMALL, FluxShape
 from streamflow.tools.bench.saved_report import SavedReport
 from streamflow.tools.bench.step_measurement import StepMeasurement, StepOptions
 from streamflow.tools.bench.step_sources import SOURCES
 from streamflow.tools.bench.time_limit import TimeLimit
->>>>>>> topology
 from streamflow.tools.terminal import plain_table, print_json, result_console, shown_progress
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import streamflow
-from streamflow.opening import make_device
+from streamflow.hardware import make_device
 from streamflow.stages.progress import tracked
 from streamflow.stages.threads import ThreadCrew, open_threads
 from streamflow.tools.bench.clock import timed_steps
