@@ -6,9 +6,11 @@ that is gone. Names made here are used once, whatever came before on any of the 
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 
 from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import Store
@@ -29,7 +31,11 @@ def default_store() -> Store:
 
 
 class Meeting:
-    """The ranks 0 to ``size`` - 1 of ``name`` meet. For a thread; `give_up` ends it from any other."""
+    """The ranks 0 to ``size`` - 1 of ``name`` meet. For one thread; `give_up` ends it from any other.
+
+    Each arrival of a rank has a number of its own. Rank 0 answers the newest of each: what they meet as, or who did not
+    come.
+    """
 
     def __init__(self, store: Store, name: str, rank: int, size: int) -> None:
         self._store, self._name, self._rank, self._size = store, name, rank, size
@@ -42,43 +48,69 @@ class Meeting:
     def meet(self, timeout_s: float) -> str:
         """A name that all these ranks get and that nobody ever had.
 
-        A rank that gave up at an earlier meeting, and did not come again, is taken for one that is here.
-
-        :raises RankLostError: if a rank (for others than rank 0: rank 0) is not here after ``timeout_s``.
+        :raises RankLostError: if a rank is not here after ``timeout_s``, or this one gave up.
         """
-        until = time.monotonic() + timeout_s
-        if self._rank == 0:
-            return self._gather_all(until, timeout_s)
-        number = self._store.add(self._key("came", self._rank), 1)
-        answer = f"{self._key('answer', self._rank)}/{number}"
-        self._poll(lambda: self._store.check([answer]), 0, until, timeout_s)
-        return self._store.get(answer).decode()
+        wait = _Wait(self._given_up, timeout_s)
+        return self._meet_all(wait) if self._rank == 0 else self._meet_first(wait)
 
-    def _gather_all(self, until: float, timeout_s: float) -> str:
-        newest = {rank: self._wait_for(rank, until, timeout_s) for rank in range(1, self._size)}
+    def _meet_all(self, wait: _Wait) -> str:
+        for rank in range(1, self._size):
+            try:
+                wait.until(partial(self._is_here, rank), rank)
+            except RankLostError as lost:
+                self._answer(None, lost)
+                raise
         name = f"{self._name}/{self._store.add(f'{self._name}/meetings', 1)}"
-        for rank, number in newest.items():
-            self._store.add(self._key("met", rank), number - self._num_met(rank))
-            self._store.set(f"{self._key('answer', rank)}/{number}", name)
+        self._answer(name, None)
         return name
 
-    def _wait_for(self, rank: int, until: float, timeout_s: float) -> int:
-        """The number of the newest arrival of ``rank``, which no meeting has had."""
-        self._poll(lambda: self._num_came(rank) > self._num_met(rank), rank, until, timeout_s)
-        return self._num_came(rank)
+    def _answer(self, name: str | None, lost: RankLostError | None) -> None:
+        answer = json.dumps([name, lost and [lost.rank, lost.reason]])
+        for rank in range(1, self._size):
+            if self._is_here(rank):
+                newest = self._number("came", rank)
+                self._store.add(self._key("met", rank), newest - self._number("met", rank))
+                self._store.set(self._key("answer", rank, newest), answer)
 
-    def _num_came(self, rank: int) -> int:
-        return int(self._store.add(self._key("came", rank), 0))
+    def _is_here(self, rank: int) -> bool:
+        """Whether ``rank`` waits for an answer."""
+        newest = self._number("came", rank)
+        return newest > self._number("met", rank) and not self._store.check([self._key("left", rank, newest)])
 
-    def _num_met(self, rank: int) -> int:
-        return int(self._store.add(self._key("met", rank), 0))
+    def _meet_first(self, wait: _Wait) -> str:
+        number = self._store.add(self._key("came", self._rank), 1)
+        answered = self._key("answer", self._rank, number)
+        try:
+            wait.until(lambda: self._store.check([answered]), 0)
+        except RankLostError:
+            self._store.set(self._key("left", self._rank, number), "")
+            raise
+        name, lost = json.loads(self._store.get(answered))
+        if lost is not None:
+            raise RankLostError(*lost)
+        return str(name)
 
-    def _poll(self, is_there: Callable[[], bool], rank: int, until: float, timeout_s: float) -> None:
+    def _number(self, what: str, rank: int) -> int:
+        return int(self._store.add(self._key(what, rank), 0))
+
+    def _key(self, *parts: object) -> str:
+        return "/".join(map(str, (self._name, *parts)))
+
+
+class _Wait:
+    """Waiting for other ranks, until a time or until this one gives up."""
+
+    def __init__(self, given_up: threading.Event, timeout_s: float) -> None:
+        self._given_up, self._timeout_s = given_up, timeout_s
+        self._until = time.monotonic() + timeout_s
+
+    def until(self, is_there: Callable[[], bool], rank: int) -> None:
+        """Return once ``is_there`` says so.
+
+        :raises RankLostError: of ``rank``, if it does not in time.
+        """
         while not is_there():
             if self._given_up.wait(POLL_S):
                 raise RankLostError(rank, "this rank gave up waiting for it")
-            if time.monotonic() >= until:
-                raise RankLostError(rank, f"it did not come to open its offload in {timeout_s:g} s")
-
-    def _key(self, what: str, rank: int) -> str:
-        return f"{self._name}/{what}/{rank}"
+            if time.monotonic() >= self._until:
+                raise RankLostError(rank, f"it did not come to open its offload in {self._timeout_s:g} s")
