@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Protocol
 
 import attrs
@@ -41,14 +41,14 @@ class DetailedError(Exception):
 
 
 class StepRefusedError(Exception):
-    """Some rank could not take a step, so that all undo it; ``refusal`` is the same on each.
+    """Some ranks could not take a step, so that all undo it; ``refusals``, in the order of ranks, is the same on each.
 
     It is for those who take steps, who tell their callers what it means.
     """
 
-    def __init__(self, refusal: Refusal) -> None:
-        self.refusal = refusal
-        super().__init__(f"rank {refusal.rank}: {refusal.reason}")
+    def __init__(self, refusals: Sequence[Refusal]) -> None:
+        self.refusals = tuple(refusals)
+        super().__init__("; ".join(f"rank {refusal.rank}: {refusal.reason}" for refusal in refusals))
 
 
 async def together(agreement: Agreement, name: str, step: Callable[[], Awaitable[Any]]) -> list[Any]:
@@ -56,8 +56,7 @@ async def together(agreement: Agreement, name: str, step: Callable[[], Awaitable
 
     Whatever error it raises on some rank goes to all: to be undone there, since the others may have succeeded.
 
-    :raises StepRefusedError: if it failed on a rank: on all of them, with the lowest one's failure. On a rank that
-        failed, its own failure is the cause.
+    :raises StepRefusedError: if it failed on a rank: on all of them. Where it failed, the failure is the cause.
     """
     value: Any = None
     refused: dict[str, Any] | None = None
@@ -68,7 +67,7 @@ async def together(agreement: Agreement, name: str, step: Callable[[], Awaitable
         details = failure.details if isinstance(failure, DetailedError) else None
         cause, refused = failure, {"reason": str(failure) or type(failure).__name__, "details": details}
     answers = await agreement.agree(name, {"value": value, "refused": refused})
-    for rank, answer in enumerate(answers):
-        if answer["refused"] is not None:
-            raise StepRefusedError(Refusal(rank, **answer["refused"])) from cause
+    refusals = [Refusal(rank, **each["refused"]) for rank, each in enumerate(answers) if each["refused"] is not None]
+    if refusals:
+        raise StepRefusedError(refusals) from cause
     return [answer["value"] for answer in answers]

@@ -33,18 +33,19 @@ def differing_tensor(image: BlockImage, part: Part, copy_address: int, read: Rea
     if _memcmp(piece.data.data_ptr() + part.start, copy_address + part.offset, part.nbytes) == 0:
         return None
     region = [region for region in image.layout.regions if region.nbytes][part.piece]
-    copied = allocate_host(region.nbytes)
-    read(copied.data_ptr(), part.offset - part.start, region.nbytes)
+    copied = allocate_host(part.nbytes)
+    read(copied.data_ptr(), part.offset, part.nbytes)
+    end = part.start + part.nbytes
+    differs = torch.zeros(region.nbytes, dtype=torch.bool, device="cpu")
+    differs[part.start : end] = piece.data[part.start : end] != copied
     for view in image.layout.views:
-        if view.name in region.names and not torch.equal(
-            _bytes_of(view, region, piece.data), _bytes_of(view, region, copied)
-        ):
+        if view.name in region.names and bool(_bytes_of(view, region, differs).any()):
             return view.name
     return None
 
 
 def _bytes_of(view: TensorView, region: Region, memory: torch.Tensor) -> torch.Tensor:
-    """The bytes of a tensor's elements, one more dimension, in ``memory`` that holds the region."""
+    """What ``memory``, which has an element for each byte of the region, has for the bytes of a tensor's elements."""
     size = DTYPE_BYTES[view.dtype]
     stride = [size * step for step in view.stride]
     return memory.as_strided((*view.shape, size), (*stride, 1), view.offset_bytes - region.offset_bytes)

@@ -17,7 +17,7 @@ class SharedImagesError(StreamflowError, RuntimeError):
 
 
 class WeightsDifferError(StreamflowError, ValueError):
-    """Rank ``rank`` has other weights than the rest of its group.
+    """Rank ``rank`` has other weights than rank 0 of its group.
 
     ``block`` is the block of ``component`` where it was seen, None where they have other blocks; ``tensor`` is the name
     of the tensor, None where the block has others.
@@ -29,6 +29,6 @@ class WeightsDifferError(StreamflowError, ValueError):
         if tensor is not None:
             what = f"other values in {tensor} ({block} of {component})"
         super().__init__(
-            f"rank {rank} has {what} than the rest of its group, which is to hold the same weights on every rank; "
-            "load the same checkpoint with the same options on all of them"
+            f"rank {rank} has {what} than rank 0, but the ranks of a group stream the same weights; "
+            "load the same checkpoint with the same options on each of them"
         )

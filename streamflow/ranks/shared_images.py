@@ -14,7 +14,7 @@ import itertools
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import attrs
 
@@ -31,6 +31,8 @@ from streamflow.stages.threads import ThreadCrew
 from streamflow.weights.anonymous_file import AnonymousAddress, AnonymousFile, process_namespace
 from streamflow.weights.file_mapping import FileMapping
 from streamflow.weights.many_threads import for_each
+
+Item = TypeVar("Item")
 
 #: What one thread packs or compares at a time; a cancellation waits for that.
 PART_BYTES = 16 << 20
@@ -77,10 +79,10 @@ async def open_shared_images(
 
 
 def _as_error(component: str, failure: StepRefusedError) -> SharedImagesError | WeightsDifferError:
-    refusal = failure.refusal
-    if refusal.details is not None:
-        return WeightsDifferError(component, refusal.rank, **refusal.details)
-    return SharedImagesError(component, refusal.rank, refusal.reason)
+    for refusal in failure.refusals:
+        if refusal.details is None:
+            return SharedImagesError(component, refusal.rank, refusal.reason)
+    return WeightsDifferError(component, **failure.refusals[0].details)
 
 
 class _Opening:
@@ -106,7 +108,7 @@ class _Opening:
         plans = await self._step("plan", partial(self._crew.call, self._plan))
         refusal = why_not_together(plans)
         if refusal is not None:
-            raise StepRefusedError(refusal)
+            raise StepRefusedError([refusal])
         address = AnonymousAddress(**plans[0]["address"])
         await self._step("open", partial(self._crew.call, partial(self._open, address)))
         await self._step("pack", self._pack)
@@ -147,20 +149,24 @@ class _Opening:
                 piece = self._images[part.image].pieces[part.piece]
                 piece.read_into(base + part.offset - start, part.start, part.nbytes)
 
-            await self._for_each_part(start, end, pack, "packing the ranks' shared copy")
+            await self._for_each_part(self._parts_of(self._agreement.rank), pack, "packing the ranks' shared copy")
         finally:
             await self._crew.call_through(writing.close)
 
     async def _compare(self) -> None:
         await self._crew.call(self._map)
+        parts = [(packer, part) for packer in range(self._agreement.size) for part in self._parts_of(packer)]
 
-        def compare(part: Part) -> None:
+        def compare(packed: tuple[int, Part]) -> None:
+            packer, part = packed
             image = self._images[part.image]
             name = differing_tensor(image, part, self._mapping.address, self._file.read_into)
             if name is not None:
-                raise DetailedError(f"{name} differs", {"block": image.name, "tensor": name})
+                # rank 0's are the weights to have: whoever differs from it is named, packer or not
+                rank = self._agreement.rank or packer
+                raise DetailedError(f"{name} differs", {"rank": rank, "block": image.name, "tensor": name})
 
-        await self._for_each_part(0, self._layout.nbytes, compare, "comparing with the ranks' shared copy")
+        await self._for_each_part(parts, compare, "comparing with the ranks' shared copy")
 
     def _map(self) -> None:
         self._file.seal()
@@ -169,12 +175,15 @@ class _Opening:
         self._private = private_mapping(self._file.fileno())
         self.undo.callback(self._private.release)
 
-    async def _for_each_part(self, start: int, end: int, work: Callable[[Part], None], what: str) -> None:
+    def _parts_of(self, rank: int) -> list[Part]:
+        start, end = share_of(rank, self._agreement.size, self._layout.nbytes)
         pieces = [[(piece.offset_bytes, piece.nbytes) for piece in image.pieces] for image in self._images]
-        parts = tuple(parts_between(pieces, self._layout, start, end, max_bytes=PART_BYTES))
+        return list(parts_between(pieces, self._layout, start, end, max_bytes=PART_BYTES))
+
+    async def _for_each_part(self, parts: Sequence[Item], work: Callable[[Item], None], what: str) -> None:
         num_done = itertools.count(1)
 
-        def do(part: Part) -> None:
+        def do(part: Item) -> None:
             work(part)
             progress(what, next(num_done), len(parts))
 

@@ -24,7 +24,7 @@ def describe_image(name: str, layout: ImageLayout) -> list[Any]:
 def why_not_together(plans: Sequence[Mapping[str, Any]]) -> Refusal | None:
     """What keeps the ranks of these plans (as each has told them) from sharing; None if nothing does.
 
-    ``details`` of it are set where a rank has other images than rank 0: the ``block`` is named where only that differs.
+    Where a rank has other images than rank 0, ``details`` of it are the fields of a `WeightsDifferError`.
     """
     first = plans[0]
     for rank, plan in enumerate(plans):
@@ -37,7 +37,7 @@ def why_not_together(plans: Sequence[Mapping[str, Any]]) -> Refusal | None:
         if plan["images"] != first["images"]:
             names = [[name for name, *_ in images] for images in (first["images"], plan["images"])]
             block = _first_other(first["images"], plan["images"]) if names[0] == names[1] else None
-            return Refusal(rank, "its images are others than rank 0's", {"block": block, "tensor": None})
+            return Refusal(rank, "its images are others than rank 0's", {"rank": rank, "block": block, "tensor": None})
     return None
 
 

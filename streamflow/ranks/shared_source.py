@@ -10,7 +10,7 @@ import attrs
 import torch
 
 from streamflow.binding.blocks import BoundBlock
-from streamflow.binding.fixed import fill_from_module
+from streamflow.binding.fixed import Fill, fill_from_module
 from streamflow.binding.inventory import Inventory, OwnedTensor
 from streamflow.host_weights.ownership import FIXED
 from streamflow.host_weights.remapping import give_memory_back, show, views_of_image
@@ -19,8 +19,9 @@ from streamflow.ranks.decisions import agree_on_registration
 from streamflow.ranks.errors import SharedImagesError, WeightsDifferError
 from streamflow.ranks.shared_images import SharedImages, open_shared_images
 from streamflow.stages.devices.base import Device
+from streamflow.stages.host_memory import allocate_host
 from streamflow.stages.images import BlockImage
-from streamflow.stages.layout import plan_layout
+from streamflow.stages.layout import ImageLayout, Region, plan_layout
 from streamflow.stages.registration.plan import Extent
 from streamflow.stages.threads import ThreadCrew
 from streamflow.weights.anonymous_file import AnonymousFile
@@ -93,8 +94,9 @@ class SharedModuleSource(ModuleSource):
         self.registration = RegistrationReport()
         self.sharing = SharingReport()
         self._component = component
-        self._fixed = inventory.fixed
+        self._inventory = inventory
         self._shared_fixed = _shareable(inventory.fixed)
+        self._fixed_layout = plan_layout(owned.spec for owned in self._shared_fixed)
         self._agreement = agreement
         self._options = options
         self._is_required = is_required
@@ -133,19 +135,15 @@ class SharedModuleSource(ModuleSource):
         return shared
 
     async def _open(self, crew: ThreadCrew) -> SharedImages:
-        fixed = plan_layout(owned.spec for owned in self._shared_fixed)
         tensors = {owned.name: owned.tensor.data for owned in self._shared_fixed}
-        images = (
-            *module_images(self._blocks).values(),
-            BlockImage(FIXED, fixed, memory_pieces(fixed, tensors)),
-        )
+        fixed = BlockImage(FIXED, self._fixed_layout, memory_pieces(self._fixed_layout, tensors))
+        images = (*module_images(self._blocks).values(), fixed)
         threads = self._options.effective_packing_threads
         return await open_shared_images(self._component, images, self._agreement, crew, threads)
 
     def _show(self, shared: SharedImages) -> None:
         """Point the module's tensors at the copy; nothing can fail here on one rank alone."""
-        layouts = [block.layout for block in self._blocks]
-        layouts.append(plan_layout(owned.spec for owned in self._shared_fixed))
+        layouts = [*(block.layout for block in self._blocks), self._fixed_layout]
         with torch.inference_mode(False):
             views = [
                 dict(views_of_image(layout, shared.private[offset : offset + layout.nbytes]))
@@ -154,7 +152,8 @@ class SharedModuleSource(ModuleSource):
             for block, host in zip(self._blocks, views, strict=False):
                 block.replace_host([host[name] for name in block.names])
         show(self._shared_fixed, views[-1])
-        self._fill = fill_from_module(self._fixed)  # the one there was has the tensors' former memory
+        own = [owned for owned in self._inventory.fixed if owned not in self._shared_fixed]
+        self._fill = _fill_from_copy(shared, self._fixed_layout, fill_from_module(own))
 
     async def _register(self, shared: SharedImages, device: Device, crew: ThreadCrew) -> None:
         places = {
@@ -191,6 +190,22 @@ class SharedModuleSource(ModuleSource):
             return
         self._registered.close(retry=self.release)
         self._shared.close()
+
+
+def _fill_from_copy(shared: SharedImages, fixed: ImageLayout, fill_others: Fill) -> Fill:
+    """A fill from the copy, whose last image is that of the fixed tensors; ``fill_others`` has those not in it."""
+    places = {name: region.offset_bytes for region in fixed.regions for name in region.names}
+
+    def fill(layout: ImageLayout, region: Region, target: torch.Tensor) -> None:
+        if region.names[0] not in places:
+            fill_others(layout, region, target)
+            return
+        memory = allocate_host(region.nbytes)
+        start = shared.layout.offsets[-1] + places[region.names[0]]
+        shared.file.read_into(memory.data_ptr(), start, region.nbytes)
+        target.copy_(memory)
+
+    return fill
 
 
 def _shareable(fixed: Sequence[OwnedTensor]) -> tuple[OwnedTensor, ...]:

@@ -109,7 +109,7 @@ class AnonymousFile:
             yield address_of(pages)
 
     def seal(self) -> None:
-        """Let nobody change a byte of it any more. Every process that wrote to it may do this, in any order.
+        """Let nobody change a byte of it any more. Every process that has it does this once, in any order.
 
         :raises OSError: if a process still has it mapped for writing.
         """
