@@ -36,7 +36,7 @@ LIMIT_S = 40.0
 
 
 class Matrices(nn.Module):
-    """16 matrices of ``width``, all but one of them in blocks: 64 MiB if that is 1024."""
+    """64 matrices of ``width``, all but one of them in blocks: 64 MiB if that is 512."""
 
     class Matrix(nn.Module):
         def __init__(self, width: int, number: int) -> None:
@@ -50,8 +50,8 @@ class Matrices(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
         self.width = width
-        self.blocks = nn.ModuleList(self.Matrix(width, number) for number in range(15))
-        self.head = self.Matrix(width, 15)
+        self.blocks = nn.ModuleList(self.Matrix(width, number) for number in range(63))
+        self.head = self.Matrix(width, 63)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for each in self.blocks:
@@ -67,7 +67,7 @@ def values(width: int, number: int) -> torch.Tensor:
 def are_right(model: Matrices, but: str = "") -> bool:
     """Whether ``state_dict()`` says of every weight but one what it was made of."""
     found = {name: tensor for name, tensor in model.state_dict().items() if name != but}
-    numbers = {name: int(name.split(".")[1]) if name.startswith("blocks") else 15 for name in found}
+    numbers = {name: int(name.split(".")[1]) if name.startswith("blocks") else 63 for name in found}
     return all(torch.equal(tensor, values(model.width, numbers[name])) for name, tensor in found.items())
 
 
@@ -209,10 +209,10 @@ async def share(rank: PipedRank) -> dict[str, Any]:
         readings[when] = memory()
         await rank.agree(f"all have measured: {when}", None)
 
-    async with opened(Matrices(1024), rank, {"packing_threads": 2}, CpuDevice()):
+    async with opened(Matrices(512), rank, {"packing_threads": 2}, CpuDevice()):
         await rank.agree("what is needed once is there", None)
     await measure("before")
-    model = Matrices(1024)
+    model = Matrices(512)
     await measure("loaded")
     async with opened(model, rank, {"packing_threads": 2}, CpuDevice()):
         is_right = [are_right(model)]
@@ -225,7 +225,7 @@ async def share(rank: PipedRank) -> dict[str, Any]:
 
 async def differ(rank: PipedRank) -> Any:
     """The last rank has another weight."""
-    model, changed = Matrices(128), "blocks.7.weight"
+    model, changed = Matrices(64), "blocks.7.weight"
     if rank.rank == rank.size - 1:
         model.get_parameter(changed).data[-1, -1] += 1
     last = model.get_parameter(changed)[-1, -1].clone()
@@ -247,7 +247,7 @@ def kill(number: int, step: str) -> Scenario:
                 os.kill(os.getpid(), signal.SIGKILL)
 
         rank.before = die
-        model = Matrices(128)
+        model = Matrices(64)
         try:
             async with opened(model, rank, {"packing_threads": 2}, CpuDevice(), is_required=False):
                 return "it was opened"
@@ -265,7 +265,7 @@ LISTING = "import os; print([os.readlink(fd.path) for fd in os.scandir('/proc/se
 
 async def fork(rank: PipedRank) -> Any:
     """A forked child reads the weights and changes them, a program that is started has nothing of them."""
-    model = Matrices(128)
+    model = Matrices(64)
     async with opened(model, rank, {"packing_threads": 2}, CpuDevice()):
         command = [sys.executable, "-c", LISTING]
         started = await anyio.to_thread.run_sync(
