@@ -11,20 +11,23 @@ import ctypes
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from streamflow.binding.inventory import Inventory, OwnedTensor, region_bytes
+import torch
+
+from streamflow.binding.inventory import Inventory
 from streamflow.host_weights.ownership import Ownership
-from streamflow.stages.images import MemoryPiece, Piece
+from streamflow.stages.images import Piece
 from streamflow.stages.layout import ImageLayout
 from streamflow.store.draft import Draft
 from streamflow.weights.checkpoint import Checkpoint
 from streamflow.weights.checkpoint_plan import CheckpointPlan
+from streamflow.weights.module_source import memory_pieces
 from streamflow.weights.pieces import checkpoint_block_pieces
 
 
 def draft_of_module(ownership: Ownership, inventory: Inventory, metadata: Mapping[str, Any]) -> Draft:
     """A draft of what the module's own tensors hold."""
-    owned = _by_name(inventory)
-    pieces = [_memory_pieces(layout, owned) for layout in ownership.layouts]
+    tensors = _by_name(inventory)
+    pieces = [memory_pieces(layout, tensors) for layout in ownership.layouts]
     return Draft(images=ownership.images, read=ImageReader(pieces), metadata=metadata)
 
 
@@ -39,19 +42,19 @@ def draft_of_checkpoint(
 
     :raises CheckpointRegionError: if the files do not hold a tensor as the module needs it.
     """
-    owned = _by_name(inventory)
-    pieces = []
+    tensors = _by_name(inventory)
+    pieces: list[Sequence[Piece]] = []
     for layout in ownership.layouts:
         in_files = _part_of(layout, [view.name for view in layout.views if view.name in plan.assignments])
         in_module = _part_of(layout, [view.name for view in layout.views if view.name not in plan.assignments])
-        found = [*checkpoint_block_pieces(in_files, checkpoint, plan.assignments), *_memory_pieces(in_module, owned)]
+        found = [*checkpoint_block_pieces(in_files, checkpoint, plan.assignments), *memory_pieces(in_module, tensors)]
         pieces.append(sorted(found, key=lambda piece: piece.offset_bytes))
     return Draft(images=ownership.images, read=ImageReader(pieces), metadata=metadata)
 
 
-def _by_name(inventory: Inventory) -> dict[str, OwnedTensor]:
+def _by_name(inventory: Inventory) -> dict[str, torch.Tensor]:
     tensors = (*inventory.fixed, *(owned for block in inventory.blocks for owned in block.tensors))
-    return {owned.name: owned for owned in tensors}
+    return {owned.name: owned.tensor.data for owned in tensors}
 
 
 def _part_of(layout: ImageLayout, names: Sequence[str]) -> ImageLayout:
@@ -59,14 +62,6 @@ def _part_of(layout: ImageLayout, names: Sequence[str]) -> ImageLayout:
     regions = tuple(region for region in layout.regions if region.names[0] in names)
     views = tuple(view for view in layout.views if any(view.name in region.names for region in regions))
     return ImageLayout(views, regions, layout.nbytes)
-
-
-def _memory_pieces(layout: ImageLayout, owned: Mapping[str, OwnedTensor]) -> list[Piece]:
-    return [
-        MemoryPiece(region.offset_bytes, region_bytes(region, owned[region.names[0]].tensor.data))
-        for region in layout.regions
-        if region.nbytes
-    ]
 
 
 class ImageReader:

@@ -10,11 +10,11 @@ from __future__ import annotations
 import ctypes
 import gc
 import mmap
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 
-from streamflow.binding.inventory import Inventory
+from streamflow.binding.inventory import Inventory, OwnedTensor
 from streamflow.host_weights.ownership import Ownership
 from streamflow.stages.images import view_of
 from streamflow.stages.layout import ImageLayout
@@ -33,7 +33,11 @@ def remap(inventory: Inventory, ownership: Ownership, lease: Lease) -> None:
     """
     with disk_errors("mapping an entry", lease.path):
         views = dict(_views(ownership, lease))
-    tensors = (*inventory.fixed, *(owned for block in inventory.blocks for owned in block.tensors))
+    show((*inventory.fixed, *(owned for block in inventory.blocks for owned in block.tensors)), views)
+
+
+def show(tensors: Iterable[OwnedTensor], views: Mapping[str, torch.Tensor]) -> None:
+    """Point each tensor at the view of its name; nothing is changed if one has none."""
     pairs = [(owned, views[owned.name]) for owned in tensors]
     with torch.inference_mode(False), torch.no_grad():
         for owned, view in pairs:
@@ -53,16 +57,21 @@ def _views(ownership: Ownership, lease: Lease) -> Iterator[tuple[str, torch.Tens
     for index, layout in enumerate(ownership.layouts):
         place = lease.place(index)
         if place.file not in maps:
-            maps[place.file] = _private_mapping(lease.fileno(place.file))
-        yield from _views_of_image(layout, maps[place.file][place.offset_bytes : place.offset_bytes + place.nbytes])
+            maps[place.file] = private_mapping(lease.fileno(place.file))
+        yield from views_of_image(layout, maps[place.file][place.offset_bytes : place.offset_bytes + place.nbytes])
 
 
-def _views_of_image(layout: ImageLayout, memory: memoryview) -> Iterator[tuple[str, torch.Tensor]]:
+def views_of_image(layout: ImageLayout, memory: memoryview) -> Iterator[tuple[str, torch.Tensor]]:
+    """The name of each tensor of an image, and the tensor, over ``memory``, which it keeps alive."""
     flat = torch.frombuffer(memory, dtype=torch.uint8) if layout.nbytes else torch.empty(0, dtype=torch.uint8)
     for view in layout.views:
         yield view.name, view_of(flat, view)
 
 
-def _private_mapping(fd: int) -> memoryview:
+def private_mapping(fd: int) -> memoryview:
+    """All of a file, mapped copy-on-write for as long as anything holds the memory; the descriptor may be closed.
+
+    :raises OSError: if it cannot be mapped.
+    """
     flags = mmap.MAP_PRIVATE | _MAP_NORESERVE
     return memoryview(mmap.mmap(fd, 0, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE))

@@ -135,6 +135,10 @@ class ArtifactSource:
         self.lease.read_into(block, memory.data_ptr(), 0, layout.nbytes)
         return view_of(memory, view)
 
+    def unregister(self, reason: str) -> None:
+        self._registered.close(retry=self.release)
+        self.registration = RegistrationReport(problem=reason)
+
     def release(self) -> None:
         self._registered.close(retry=self.release)
         self.lease.close()

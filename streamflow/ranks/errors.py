@@ -1,4 +1,7 @@
-"""Errors of what callers say about ranks: groups, meshes, sizes, nodes. Those of ranks at work are in the stages."""
+"""Errors of what callers say about ranks (groups, meshes, sizes, nodes) and of ranks that hold one model together.
+
+Those of ranks at work are in the stages.
+"""
 
 from __future__ import annotations
 
@@ -48,4 +51,33 @@ class NodesDifferError(StreamflowError, ValueError):
             f"the ranks that would gather are on {len(self.nodes)} nodes ({listed}), and slices go over the links "
             "inside a node only; give each node's ranks a group of their own (a mesh with the nodes as its first "
             "dimension, ranks=mesh['dp']), or set ranks={'gather': 'never'}"
+        )
+
+
+class SharedImagesError(StreamflowError, RuntimeError):
+    """The ranks cannot keep one host copy of ``component`` among them, because of what ``rank`` met."""
+
+    def __init__(self, component: str, rank: int, reason: str) -> None:
+        self.component, self.rank, self.reason = component, rank, reason
+        super().__init__(
+            f"the ranks share no host copy of {component}: rank {rank}: {reason}; let them share an entry of the host "
+            "weight store instead (store_mode='preferred')"
+        )
+
+
+class WeightsDifferError(StreamflowError, ValueError):
+    """Rank ``rank`` has other weights than rank 0 of its group.
+
+    ``block`` is the block of ``component`` where it was seen, None where they have other blocks; ``tensor`` is the name
+    of the tensor, None where the block has others.
+    """
+
+    def __init__(self, component: str, rank: int, block: str | None, tensor: str | None) -> None:
+        self.component, self.rank, self.block, self.tensor = component, rank, block, tensor
+        what = f"other blocks of {component}" if block is None else f"other tensors in {block} of {component}"
+        if tensor is not None:
+            what = f"other values in {tensor} ({block} of {component})"
+        super().__init__(
+            f"rank {rank} has {what} than rank 0, but the ranks of a group stream the same weights; "
+            "load the same checkpoint with the same options on each of them"
         )

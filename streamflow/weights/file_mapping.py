@@ -44,7 +44,7 @@ class FileMapping:
             self._mmap = mmap.mmap(fd, file_bytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
         except (OSError, ValueError) as failure:
             raise SourceReadError(path, 0, file_bytes, min(os.fstat(fd).st_size, file_bytes), str(failure)) from failure
-        self._address = _address_of(self._mmap)
+        self._address = address_of(self._mmap)
 
     @property
     def closed(self) -> bool:
@@ -106,7 +106,8 @@ def check_range(path: str, offset: int, nbytes: int, file_bytes: int) -> None:
         raise ValueError(f"{path}: {nbytes:,} bytes at offset {offset:,} are not inside its {file_bytes:,} bytes")
 
 
-def _address_of(mapping: mmap.mmap) -> int:
+def address_of(mapping: mmap.mmap) -> int:
+    """Where ``mapping`` begins. Nothing is held: it can be closed all the same."""
     found = _PyBuffer()
     ctypes.pythonapi.PyObject_GetBuffer(ctypes.py_object(mapping), ctypes.byref(found), 0)
     try:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
-from functools import partial
 
-import anyio
+import attrs
 import torch
 
 from streamflow.binding.blocks import BoundBlock
@@ -16,9 +14,11 @@ from streamflow.host_limits import available_host_bytes
 from streamflow.stages.devices.base import Device
 from streamflow.stages.host_memory import allocate_host
 from streamflow.stages.images import BlockImage, MemoryPiece, memory_image, view_of
+from streamflow.stages.layout import ImageLayout
 from streamflow.stages.progress import progress
 from streamflow.stages.registration.page_lock import PageLock
 from streamflow.stages.threads import ThreadCrew
+from streamflow.weights.many_threads import for_each
 
 
 def module_images(blocks: Sequence[BoundBlock]) -> dict[int, BlockImage]:
@@ -27,14 +27,15 @@ def module_images(blocks: Sequence[BoundBlock]) -> dict[int, BlockImage]:
 
 
 def _tensor_image(block: BoundBlock) -> BlockImage:
-    return BlockImage(block.path, block.layout, _pieces(block))
-
-
-def _pieces(block: BoundBlock) -> tuple[MemoryPiece, ...]:
     host = dict(zip(block.names, block.host, strict=True))
+    return BlockImage(block.path, block.layout, memory_pieces(block.layout, host))
+
+
+def memory_pieces(layout: ImageLayout, tensors: Mapping[str, torch.Tensor]) -> tuple[MemoryPiece, ...]:
+    """The pieces of an image where its tensors, given by name, lie now."""
     return tuple(
-        MemoryPiece(region.offset_bytes, region_bytes(region, host[region.names[0]]))
-        for region in block.layout.regions
+        MemoryPiece(region.offset_bytes, region_bytes(region, tensors[region.names[0]]))
+        for region in layout.regions
         if region.nbytes
     )
 
@@ -64,26 +65,7 @@ class PinnedImages:
         :raises HostMemoryError: if a block's image does not fit.
         :raises HostRegistrationError: if the device refuses to lock its pages.
         """
-        failures: list[Exception] = []
-        indices = itertools.count()
-
-        def work() -> None:
-            for index in indices:
-                if index >= len(self._blocks) or failures or cancelled:
-                    return
-                try:
-                    self._pack_block(index)
-                    progress("page-locking blocks", len(self._images), len(self._blocks))
-                except Exception as failure:
-                    failures.append(failure)
-
-        cancelled: list[bool] = []
-        packing = partial(crew.call, work, on_cancel=lambda: cancelled.append(True))
-        async with anyio.create_task_group() as packers:
-            for _ in range(num_threads):
-                packers.start_soon(packing)
-        if failures:
-            raise failures[0]
+        await for_each(range(len(self._blocks)), self._pack_block, crew, num_threads)
 
     def _pack_block(self, index: int) -> None:
         block = self._blocks[index]
@@ -91,13 +73,25 @@ class PinnedImages:
         if available is not None and block.layout.nbytes > available:
             raise HostMemoryError(block.layout.nbytes, available)
         memory = allocate_host(block.layout.nbytes)
-        for piece in _pieces(block):
+        for piece in _tensor_image(block).pieces:
             piece.read_into(memory.data_ptr() + piece.offset_bytes, 0, piece.nbytes)
         if block.layout.nbytes:
             self._locks.append(PageLock(self._device.registrar, memory))
         self._images[index] = memory_image(block.path, block.layout, memory, page_locked=True)
         with torch.inference_mode(False):
             block.replace_host([view_of(memory, view) for view in block.layout.views])
+        progress("page-locking blocks", len(self._images), len(self._blocks))
+
+    def pageable(self) -> Mapping[int, BlockImage]:
+        """The images once they are unlocked: the same memory, which no device reads without a host pass any more.
+
+        :raises HostRegistrationError: if the device refuses to unlock them.
+        """
+        self.release()
+        for index, image in self._images.items():
+            pieces = tuple(MemoryPiece(piece.offset_bytes, run) for piece in image.pieces for run in piece.runs)
+            self._images[index] = attrs.evolve(image, pieces=pieces)
+        return self._images
 
     def release(self) -> None:
         """Unlock the pages; what the device refuses to unlock stays and can be tried again. Idempotent.

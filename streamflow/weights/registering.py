@@ -55,12 +55,14 @@ class RegistrationReport:
 class RegisteredFiles:
     """Extents of mapped files, registered for a device from `open` until `close`.
 
-    ``owner`` is kept alive for as long as anything of them is registered: it owns the mappings.
+    ``owner`` is kept alive for as long as anything of them is registered: it owns the mappings. ``in_memory``: every
+    page of them is in memory already and has nowhere else to go, so that locking it takes no more.
     """
 
-    def __init__(self, options: RegistrationOptions, owner: object) -> None:
+    def __init__(self, options: RegistrationOptions, owner: object, *, in_memory: bool = False) -> None:
         self._options = options
         self._owner = owner
+        self._in_memory = in_memory
         self._mappings: tuple[FileMapping, ...] = ()
         self._registration: Registration | None = None
         self._handed_out: list[list[torch.Tensor]] = []
@@ -103,7 +105,7 @@ class RegisteredFiles:
             return device.registrar.why_not_mappings() or why_too_much(
                 registration.plan.nbytes,
                 limit_bytes=self._options.host_registration_limit_bytes,
-                available_bytes=pinnable_host_bytes(),
+                available_bytes=None if self._in_memory else pinnable_host_bytes(),
             )
 
         problem = await crew.call(check, name="registration")

@@ -28,7 +28,8 @@ class WeightSource(Protocol):
     """Where block images and fixed tensors come from.
 
     1. `prepare` is called once, before anything is bound; `images` and `fill` are valid from then on.
-    2. `release` is called once nothing reads it any more.
+    2. `unregister` may be called then, before any image is read.
+    3. `release` is called once nothing reads it any more.
     """
 
     @property
@@ -67,6 +68,13 @@ class WeightSource(Protocol):
     def read_tensor(self, block: int, name: str) -> torch.Tensor:
         """The real bytes of a streamed tensor, on the host. Not to be written. Blocks."""
 
+    def unregister(self, reason: str) -> None:
+        """Unlock the memory of the images, which are to be staged because of ``reason``: another rank must. Blocks.
+
+        :raises StillRegisteredError: if the device keeps memory registered.
+        :raises HostRegistrationError: if it does so with memory that is the module's own.
+        """
+
     def release(self) -> None:
         """Give everything back. Idempotent.
 
@@ -81,7 +89,7 @@ class ModuleSource:
     """
 
     name: SourceName = "module"
-    why_not_direct = None
+    why_not_direct: str | None = None
     registration = RegistrationReport()
 
     def __init__(
@@ -115,6 +123,11 @@ class ModuleSource:
     def read_tensor(self, block: int, name: str) -> torch.Tensor:
         bound = self._blocks[block]
         return bound.host[bound.names.index(name)].detach()
+
+    def unregister(self, reason: str) -> None:
+        if self._pinned is not None:
+            self.images = dict(sorted(self._pinned.pageable().items()))
+            self.why_not_direct = reason
 
     def release(self) -> None:
         if self._pinned is not None:
@@ -193,6 +206,10 @@ class CheckpointSource:
             if piece.offset_bytes == region.offset_bytes:
                 piece.read_into(memory.data_ptr() + piece.offset_bytes, 0, piece.nbytes)
         return view_of(memory, view)
+
+    def unregister(self, reason: str) -> None:
+        self._registered.close(retry=self.release)
+        self.registration = RegistrationReport(problem=reason)
 
     def release(self) -> None:
         self._registered.close(retry=self.release)

@@ -108,7 +108,7 @@ async def test_where_nothing_can_be_mapped_the_model_keeps_its_copies(
     def refuse(fd: int) -> memoryview:
         raise OSError(errno.ENOMEM, "too many mappings")
 
-    monkeypatch.setattr(remapping, "_private_mapping", refuse)
+    monkeypatch.setattr(remapping, "private_mapping", refuse)
     model = CASE.build()
     expected = resident_digests(model, CASE.calls)
     async with streamflow.open_offload(model, stored.config("preferred")) as offload:
