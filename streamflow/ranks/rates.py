@@ -26,7 +26,7 @@ TINY_BYTES = 256
 
 @attrs.frozen
 class LinkRates:
-    """Of the host link of one rank while all copy, and of the gather among them."""
+    """Of the host link of one rank while all copy, and of a gather among them: bytes of all slices together."""
 
     link_bytes_per_s: float
     gather_bytes_per_s: float
@@ -60,8 +60,8 @@ def _measure(communicator: Communicator, device: Device, copies: Stream, gathers
     finally:
         lock.release()
         device.free(target)
-    moved = (communicator.size - 1) * SAMPLE_BYTES
-    return LinkRates(SAMPLE_BYTES / copy_s, moved / max(gather_s - latency_s, 1e-9), latency_s)
+    gathered = communicator.size * SAMPLE_BYTES
+    return LinkRates(SAMPLE_BYTES / copy_s, gathered / max(gather_s - latency_s, 1e-9), latency_s)
 
 
 def _gather(communicator: Communicator, stream: Stream, target: torch.Tensor, slice_bytes: int) -> None:
