@@ -12,11 +12,11 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 
-import anyio
 import attrs
 import torch
 
 from streamflow.stages.devices.base import Device, Event, Stream
+from streamflow.stages.errors import DeviceStreamError
 from streamflow.stages.images import BlockImage, MemoryPiece
 from streamflow.stages.ranks.communicator import Communicator
 from streamflow.stages.slots import Window
@@ -25,7 +25,7 @@ from streamflow.stages.testing.queues import Machine
 from streamflow.stages.testing.scripted_ranks import ScriptedRanks
 from streamflow.stages.testing.sim import SimDevice
 from streamflow.stages.testing.walker import WrongBytesError, open_device
-from streamflow.stages.threads import ThreadCrew
+from streamflow.stages.threads import ThreadCrew, open_tasks
 from streamflow.stages.transfers.base import Fetching, Transfer
 from streamflow.stages.transfers.gathered import StagingOptions, open_gathered
 
@@ -139,8 +139,14 @@ class RankUnderTest:
         :raises DeviceStreamError: if some of it failed.
         """
         events = [event for slot in self.window for event in slot.busy_until]
+        failures: list[DeviceStreamError] = []
         for event in (self.copies.record(), self.compute.record(), *events):
-            event.wait()
+            try:
+                event.wait()
+            except DeviceStreamError as failure:
+                failures.append(failure)
+        if failures:
+            raise failures[0]
 
 
 @asynccontextmanager
@@ -168,9 +174,10 @@ async def open_rank(
 
 
 async def run_gather_trial(trial: GatherTrial) -> None:
-    """Run the trial on all its ranks.
+    """Run the trial on all its ranks. One that fails aborts its communicator, as its owner would.
 
     :raises WrongBytesError: if a rank saw other bytes than a block's; ``visits`` has the rank, 0, and the block.
+    :raises BaseException: what the first rank to fail met.
     """
     machine = Machine(trial.seed)
     ranks = ScriptedRanks(trial.size, machine=machine)
@@ -186,12 +193,16 @@ async def run_gather_trial(trial: GatherTrial) -> None:
             staged=trial.staged,
             local=trial.local,
         ) as rank:
-            seen = await rank.fetch_in_order(trial.blocks, trial.order)
+            try:
+                seen = await rank.fetch_in_order(trial.blocks, trial.order)
+            except BaseException:
+                communicator.abort()
+                raise
         if [block for block, _ in seen] != list(trial.order):
             raise WrongBytesError([(communicator.rank, 0, block) for block in trial.order])
         wrong.extend((communicator.rank, 0, b) for b, image in seen if not trial.blocks.is_exact(b, image))
 
-    async with anyio.create_task_group() as task_group:
+    async with open_tasks() as task_group:
         for communicator in ranks.communicators:
             task_group.start_soon(run_rank, communicator)
     if wrong:

@@ -120,10 +120,10 @@ class ScriptedRanks:
                 self._meetings.append(_Meeting())
         self._change(lambda: self._meetings[index].slices.__setitem__(rank, own.clone()))
 
-    def is_settled(self, index: int) -> bool:
-        """Whether all ranks have come to gather ``index``, or it is known that one will not."""
+    def is_settled(self, rank: int, index: int) -> bool:
+        """Whether all ranks have come to gather ``index``, or ``rank`` need not wait for them any more."""
         meeting = self._meetings[index]
-        return len(meeting.slices) == self.size or any(rank not in meeting.slices for rank in self._gone)
+        return len(meeting.slices) == self.size or any(r == rank or r not in meeting.slices for r in self._gone)
 
     def slices_of(self, rank: int, index: int) -> Mapping[int, torch.Tensor]:
         """What all ranks brought to gather ``index``, for ``rank``.
@@ -132,6 +132,8 @@ class ScriptedRanks:
         """
         meeting = self._meetings[index]
         missing = sorted(set(range(self.size)) - set(meeting.slices))
+        if missing and rank in self._gone:
+            raise GatherError(rank, self.size, self._gone[rank])
         if missing:
             reasons = [f"rank {other}: {self._gone.get(other, 'it did not come in time')}" for other in missing]
             raise GatherError(rank, self.size, "; ".join(reasons))
@@ -156,7 +158,7 @@ class ScriptedCommunicator:
             self._ranks.wait_until(lambda: self._ranks.may_come(self.rank))
             self._ranks.come(self.rank, index, target[self.rank * slice_bytes : (self.rank + 1) * slice_bytes])
             self._has_come = True
-        self._ranks.wait_until(lambda: self._ranks.is_settled(index))
+        self._ranks.wait_until(lambda: self._ranks.is_settled(self.rank, index))
         for rank, brought in self._ranks.slices_of(self.rank, index).items():
             if rank != self.rank:
                 target[rank * slice_bytes : (rank + 1) * slice_bytes].copy_(brought)

@@ -93,10 +93,11 @@ class GatheredTransfer:
 
 @attrs.frozen
 class _Gatherer:
-    """Makes the steps of an image: one for each chunk, and the end."""
+    """What fetches of either way have in common: this rank's place among the others, and the two streams."""
 
-    order: GatherOrder
     communicator: Communicator
+    order: GatherOrder
+    copies: Stream
 
     def queue(self, slot: torch.Tensor, chunk: GatherChunk) -> None:
         """Queue the gather of one chunk."""
@@ -109,23 +110,27 @@ class _Gatherer:
         """A step for each chunk, none of which misses anything yet."""
         return [Step(partial(self.queue, slot, chunk), 0, after) for chunk in plan.chunks]
 
-    def join(self, copies: Stream) -> None:
-        """Let what is queued on ``copies`` from here on, and who drains it, come after all gathers queued so far."""
+    def end(self) -> Event:
+        """What happens when all is there that was queued up to now."""
+        return self.order.stream.record()
+
+    def join(self) -> None:
+        """Let the copy stream, and who drains it, wait for all gathers queued so far."""
         with suppress(DeviceStreamError):
-            copies.wait(self.order.stream.record())
+            self.copies.wait(self.order.stream.record())
 
 
 class _DirectSlices:
     """Runs of memory that the device reads at full speed, queued at once."""
 
-    def __init__(self, gatherer: _Gatherer, copies: Stream, *, reads_any_memory: bool) -> None:
+    def __init__(self, gatherer: _Gatherer, *, reads_any_memory: bool) -> None:
         self._gatherer = gatherer
         self._order = gatherer.order
-        self._copies = copies
+        self._copies = gatherer.copies
         self._reads_any_memory = reads_any_memory
 
     def fetch(self, image: BlockImage, plan: GatherPlan, slot: torch.Tensor, after: Sequence[Event]) -> Fetching:
-        end = _End(self._order)
+        end = _End(self._gatherer)
         steps = [*self._gatherer.steps(plan, slot, after), Step(end.reach, 0, after)]
         try:
             self._queue_copies(image, plan, slot, steps, after)
@@ -153,7 +158,7 @@ class _DirectSlices:
                 step.after = (self._copies.record(),)
 
     def _given_up(self) -> BaseException:
-        self._gatherer.join(self._copies)
+        self._gatherer.join()
         failure = self._order.failure
         if failure is None:
             raise RuntimeError("a fetch was given up without a failure")  # pragma: no cover - its steps were ready
@@ -165,26 +170,25 @@ class _DirectSlices:
 class _End:
     """The end of an image: its last step records the event."""
 
-    def __init__(self, order: GatherOrder) -> None:
-        self._order = order
+    def __init__(self, gatherer: _Gatherer) -> None:
+        self._gatherer = gatherer
         self.event: Event | None = None
 
     def reach(self) -> None:
-        self.event = self._order.stream.record()
+        self.event = self._gatherer.end()
 
 
 class _StagedSlices:
     """Slices that several threads pack into page-locked buffers."""
 
-    def __init__(self, gatherer: _Gatherer, copies: Stream, packers: StagedTransfer) -> None:
+    def __init__(self, gatherer: _Gatherer, packers: StagedTransfer) -> None:
         self._gatherer = gatherer
-        self._copies = copies
         self._packers = packers
 
     def fetch(self, image: BlockImage, plan: GatherPlan, slot: torch.Tensor, after: Sequence[Event]) -> Fetching:
         runs = plan.runs_of(self._gatherer.communicator.rank)
         step_of = [_run_at(runs, chunk.image_offset) for chunk in self._packers.chunks_of(image)]
-        gathering = _StagedGathering(self._gatherer, self._copies, step_of)
+        gathering = _StagedGathering(self._gatherer, step_of)
         gathering.steps = [
             *self._gatherer.steps(plan, slot, after),
             Step(gathering.reach_end, 0, after, drop=gathering.give_up),
@@ -204,10 +208,9 @@ def _run_at(runs: Sequence[Run], offset: int) -> int:
 class _StagedGathering:
     """An image of which threads pack slices; it is issued once they are through and its gathers queued or given up."""
 
-    def __init__(self, gatherer: _Gatherer, copies: Stream, step_of: Sequence[int]) -> None:
+    def __init__(self, gatherer: _Gatherer, step_of: Sequence[int]) -> None:
         self._gatherer = gatherer
         self._order = gatherer.order
-        self._copies = copies
         self._step_of = step_of
         self.steps: Sequence[Step] = ()
         self._lock = threading.Lock()
@@ -218,7 +221,7 @@ class _StagedGathering:
     event = None  # until then: it takes threads
 
     def copied(self, index: int) -> None:
-        self._order.come(self.steps[self._step_of[index]], self._copies.record)
+        self._order.come(self.steps[self._step_of[index]], self._gatherer.copies.record)
 
     def packed(self, failure: BaseException | None) -> None:
         if failure is None:
@@ -228,7 +231,7 @@ class _StagedGathering:
         self._close_one()
 
     def reach_end(self) -> None:
-        self._end = self._order.stream.record()
+        self._end = self._gatherer.end()
         self._close_one()
 
     def give_up(self) -> None:
@@ -247,10 +250,10 @@ class _StagedGathering:
             await self._over.wait()
         except BaseException:
             await wait_through(self._over)
-            self._gatherer.join(self._copies)
+            self._gatherer.join()
             raise
         if self._end is None:
-            self._gatherer.join(self._copies)
+            self._gatherer.join()
             raise self._order.failure or RuntimeError("a fetch was given up without a failure")
         return self._end
 
@@ -282,10 +285,10 @@ async def open_gathered(
     check_can_be_cut(gathered)
     plans = {image.name: plan_gather(image.nbytes, communicator.size, chunk_bytes) for image in gathered}
     order = GatherOrder(device.open_communication_stream("communication"))
-    gatherer = _Gatherer(order, communicator)
+    gatherer = _Gatherer(communicator, order, stream)
     await crew.call(partial(_meet, device, gatherer), on_cancel=communicator.abort, name="first gather")
     if staged is None:
-        slices = _DirectSlices(gatherer, stream, reads_any_memory=device.is_host)
+        slices = _DirectSlices(gatherer, reads_any_memory=device.is_host)
         return GatheredTransfer(plans, slices, DirectTransfer(stream, reads_any_memory=device.is_host), order)
     packers = await open_staged(
         device,
@@ -297,7 +300,7 @@ async def open_gathered(
         on_packed=staged.on_packed,
         runs={name: plan.runs_of(communicator.rank) for name, plan in plans.items()},
     )
-    return GatheredTransfer(plans, _StagedSlices(gatherer, stream, packers), packers, order)
+    return GatheredTransfer(plans, _StagedSlices(gatherer, packers), packers, order)
 
 
 def _without(images: Sequence[BlockImage], local: Collection[str]) -> list[BlockImage]:
