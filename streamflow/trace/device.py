@@ -10,7 +10,7 @@ from typing import Protocol
 
 import torch
 
-from streamflow.stages.devices.base import Device, Event, MemoryReading, Registrar, Stream
+from streamflow.stages.devices.base import Device, Event, Located, MemoryReading, Registrar, Stream
 from streamflow.stages.threads import ThreadCrew
 from streamflow.stages.timing import DeviceClock, Mark
 from streamflow.trace.records import AllocationRecord
@@ -55,6 +55,12 @@ class TracedStream:
         self._inner.copy(target, source)
         end = self._sink.clock.mark(self._inner)
         self._sink.copied(self.name, self._sink.label_at(target.data_ptr()), target.numel(), begin, end)
+
+    def copy_part(self, target: Located, start: int, source: Located, nbytes: int) -> None:
+        begin = self._sink.clock.mark(self._inner)
+        self._inner.copy_part(target, start, source, nbytes)
+        end = self._sink.clock.mark(self._inner)
+        self._sink.copied(self.name, self._sink.label_at(target.address + start), nbytes, begin, end)
 
     def submit(self, work: Callable[[], None], nbytes: int = 0) -> None:
         begin = self._sink.clock.mark(self._inner)
