@@ -30,7 +30,7 @@ from streamflow.stages.threads import open_tasks, open_threads
 
 pytestmark = pytest.mark.anyio
 
-OPTIONS = WaveOptions(max_passes=2, window_s=0.05, deadline_s=5.0, rank_deadline_s=0.6, heartbeat_s=0.01)
+OPTIONS = WaveOptions(max_passes=2, window_s=0.05, deadline_s=5.0, rank_deadline_s=1.0, heartbeat_s=0.01)
 LONG, SHORT = WaveSignature((("transformer", 3),)), WaveSignature((("transformer", 2),))
 SIZES = pytest.mark.parametrize("size", [2, 4])
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import hypothesis.strategies as st
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from streamflow.stages.ranks.duties import Duties
@@ -232,11 +232,13 @@ statuses = st.builds(
 )
 
 
+@settings(max_examples=30)
 @given(statuses)
 def test_a_status_travels_as_it_is(status: RankStatus) -> None:
     assert decode_status(encode(status)) == status
 
 
+@settings(max_examples=30)
 @given(st.lists(statuses, min_size=2, max_size=3))
 def test_replies_travel_as_they_are_whatever_ranks_say(said: list[RankStatus]) -> None:
     table = WaveTable(OPTIONS)
@@ -313,6 +315,7 @@ class Waves(RuleBasedStateMachine):
 
 
 TestWaves = Waves.TestCase
+TestWaves.settings = settings(max_examples=60, stateful_step_count=40)
 
 
 @pytest.mark.parametrize("num_ahead", [0, 1])
