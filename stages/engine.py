@@ -13,7 +13,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 
 import anyio
@@ -22,9 +22,11 @@ import attrs
 import torch
 
 from streamflow.stages.binder import Binder
+from streamflow.stages.decisions import Claim, Decision, Fetch, Refusal
 from streamflow.stages.devices.base import Device, Event, Stream
 from streamflow.stages.errors import DeviceStreamError, EngineBrokenError
 from streamflow.stages.events import (
+    BlockArrived,
     BlockLeft,
     BlockReady,
     BlockWanted,
@@ -36,6 +38,7 @@ from streamflow.stages.events import (
     LinkTurn,
     PassEnded,
     PassMessage,
+    PassRefused,
     PassStarted,
     RequestEnded,
     RequestStarted,
@@ -44,6 +47,7 @@ from streamflow.stages.events import (
     WalkEnded,
     WalkJoined,
     WalkStarted,
+    WaveNews,
 )
 from streamflow.stages.images import BlockImage
 from streamflow.stages.links import LinkUser, join_link
@@ -56,7 +60,7 @@ from streamflow.stages.slots import Window
 from streamflow.stages.statistics import EngineStatistics
 from streamflow.stages.threads import WorkerThread
 from streamflow.stages.transfers.base import Fetching, Transfer
-from streamflow.stages.walks import Claim, Decision, Fetch, WalkPlanner
+from streamflow.stages.walks import WalkPlanner
 
 #: A device call on the loop that takes longer is reported.
 SLOW_CALL_S = 0.005
@@ -92,10 +96,13 @@ class Engine:
         copy_stream: Stream,
         binder: Binder,
         places: Sequence[Place],
+        link: Hashable,
         open_watch: Callable[[], WorkerThread],
         nursery: anyio.abc.TaskGroup,
     ) -> None:
         self.places = tuple(places)
+        #: Called on the loop once the engine has failed.
+        self.on_failure: Callable[[], None] = _nothing
         self.broadcast = Broadcast()
         self._device = device
         self._images = images
@@ -108,6 +115,7 @@ class Engine:
         self.transfer = transfer
         self._copy_stream = copy_stream
         self._binder = binder
+        self._link_key = link
         self._open_watch = open_watch
         self._watch: WorkerThread | None = None
         self._nursery = nursery
@@ -226,10 +234,11 @@ class Engine:
 
         No scope around the engine cancels it: whoever is shielded from that scope may still be in a pass.
         """
-        with self._until_stopped(), join_link(self._device.link, self._ring_for_turn) as self._link:
+        with self._until_stopped(), join_link(self._link_key, self._ring_for_turn) as self._link:
             await self._serve()
         if self._failure is not None:
             self.broadcast.publish(EngineFailed(self._failure))
+            self.on_failure()
 
     async def _serve(self) -> None:
         self._act_or_fail()
@@ -260,6 +269,10 @@ class Engine:
         for place in self.places:
             place.mailbox.break_off(first)
 
+    def wake(self) -> None:
+        """Decide anew: the walk source knows something new. From any thread."""
+        self._doorbell.ring(WaveNews())
+
     def stop_serving(self) -> None:
         """End the tasks, every wait of a compute thread, and drop what they may still ring. Idempotent."""
         self._stopped = True
@@ -285,11 +298,17 @@ class Engine:
 
     def _note(self, message: PassMessage, now: float) -> None:
         match message:
-            case PassStarted(pass_id, component, maker, alone=alone):
+            case PassStarted(pass_id, component, maker, request_id, alone, wave):
                 self._num_passes += 1
-                self._planner.join(pass_id, component, maker=maker, alone=alone, now=now)
+                self._planner.join(
+                    pass_id, component, maker=maker, alone=alone, now=now, request_id=request_id, wave=wave
+                )
             case BlockWanted(pass_id, block, serial):
-                self._planner.want(pass_id, block, serial)
+                refusal = self._planner.want(pass_id, block, serial)
+                if refusal is not None:
+                    self._refuse(refusal)
+            case BlockArrived(slot, generation):
+                self._planner.arrived(slot, generation)
             case BlockLeft(pass_id, block, passed_by, event):
                 self._note_use(block, event)
                 self._planner.left(pass_id, block, passed_by)
@@ -327,6 +346,8 @@ class Engine:
             decision = self._planner.decide(anyio.current_time())
             self._decide_at = math.inf if decision.again_at is None else decision.again_at
             self._publish_walks(decision)
+            for refusal in decision.refused:
+                self._refuse(refusal)
             for claim in decision.claims:
                 self._tell(claim)
             for fetch in decision.fetches:
@@ -363,6 +384,12 @@ class Engine:
                 BlockReady(claim.pass_id, claim.block, claim.slot, claim.generation, claim.serial, claim.rank, event)
             )
 
+    def _refuse(self, refusal: Refusal) -> None:
+        self.broadcast.publish(PassRefused(refusal.pass_id, refusal.error))
+        mailbox = self._mailboxes.get(refusal.pass_id)
+        if mailbox is not None:
+            mailbox.refuse(refusal.pass_id, refusal.error)
+
     def _start_fetch(self, fetch: Fetch, is_counted: bool) -> bool:
         """Begin a fetch; returns whether its copies are all queued already. ``is_counted``: others wait for its end."""
         image = self._images[fetch.block]
@@ -396,22 +423,24 @@ class Engine:
 
     def _fetched(self, fetch: Fetch, is_counted: bool, event: Event) -> None:
         if is_counted:
-            self._tell_when_done(event)
+            self._when_happened(event, self._link.done)
         slot = self._window[fetch.slot]
         # first in the list: what the passes wait for, and what a refill waits for even if no pass ever ran the block
         slot.busy_until.insert(0, event)
         with self._timed(f"binding of block {fetch.block}"):
             self._binder.bind(fetch.block, fetch.slot, slot.buffer)
-        self._planner.fetched(fetch.slot, fetch.generation)
+        if self._planner.fetched(fetch.slot, fetch.generation):
+            arrived = BlockArrived(fetch.slot, fetch.generation)
+            self._when_happened(event, lambda: self._ring(arrived))
         self.broadcast.publish(FetchIssued(fetch.block, fetch.slot, fetch.generation, event))
 
-    def _tell_when_done(self, event: Event) -> None:
-        link = self._link
+    def _when_happened(self, event: Event, then: Callable[[], None]) -> None:
+        """Call ``then``, in a thread, once ``event`` has happened."""
 
         def wait_and_tell() -> None:
             with suppress(DeviceStreamError):  # whoever needs the block is told
                 event.wait()
-            link.done()
+            then()
 
         if self._watch is None:
             self._watch = self._open_watch()
@@ -425,6 +454,10 @@ class Engine:
         if seconds > SLOW_CALL_S:
             self._num_slow_calls += 1
             self.broadcast.publish(SlowDeviceCall(what, seconds))
+
+
+def _nothing() -> None:
+    pass
 
 
 def _add_user(busy_until: list[Event], event: Event) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import attrs
 
+from streamflow.stages.ranks.signature import WaveSignature
 from streamflow.stages.retention import Retention
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ class PassStarted:
     """A pass entered ``component`` and waits for a walk. ``maker`` is the same for all passes of a request.
 
     ``request_id`` None: the model was called directly. ``alone``: no other request may be in the component meanwhile.
+    ``wave``: what the request said of the wave that it needs; None: nothing.
     """
 
     pass_id: int
@@ -44,6 +46,7 @@ class PassStarted:
     maker: int
     request_id: str | None
     alone: bool
+    wave: WaveSignature | None = None
 
 
 @attrs.frozen
@@ -87,6 +90,19 @@ class LinkTurn:
 
 
 @attrs.frozen
+class WaveNews:
+    """The ranks agreed on something: it is to be decided anew what follows."""
+
+
+@attrs.frozen
+class BlockArrived:
+    """A copy into ``slot`` happened, and the next ones wait for that: no pass of this rank sets their pace."""
+
+    slot: int
+    generation: int
+
+
+@attrs.frozen
 class BlockReady:
     """``pass_id`` may run ``block`` from ``slot`` (at ``generation``) once the device event ``event`` has happened."""
 
@@ -97,6 +113,14 @@ class BlockReady:
     serial: int
     rank: int
     event: Event
+
+
+@attrs.frozen
+class PassRefused:
+    """A pass gets no block any more, but ``error``: it does not fit into its wave."""
+
+    pass_id: int
+    error: Exception
 
 
 @attrs.frozen
@@ -220,6 +244,8 @@ PassMessage = (
     | DeviceFailed
     | EngineFailed
     | LinkTurn
+    | WaveNews
+    | BlockArrived
 )
 #: What observers are told.
 ObservedEvent = (
@@ -231,6 +257,9 @@ ObservedEvent = (
     | PassEnded
     | DeviceFailed
     | LinkTurn
+    | WaveNews
+    | BlockArrived
+    | PassRefused
     | WalkStarted
     | WalkJoined
     | WalkEnded

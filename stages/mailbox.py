@@ -15,9 +15,9 @@ Answer = tuple[Event, ...] | BaseException
 class Mailbox:
     """Block-ready messages from the loop to one compute thread.
 
-    The thread calls `begin`, `take`, `ask`, `wait`, `check`, `draw_ticket` and `wait_for_answer`; the loop calls `post`
-    and `answer`; anyone calls `stop`, `break_off` and `close`. Every wait ends by ready, answered, stop, broken or
-    closed. It holds at most one message for each slot of the window, and one answer.
+    The thread calls `begin`, `take`, `ask`, `wait`, `check`, `draw_ticket` and `wait_for_answer`; the loop calls
+    `post`, `refuse` and `answer`; anyone calls `stop`, `break_off` and `close`. Every wait ends by ready, refused,
+    answered, stop, broken or closed. It holds at most one message for each slot of the window, and one answer.
     """
 
     def __init__(self) -> None:
@@ -30,6 +30,7 @@ class Mailbox:
         self._serial = 0
         self._ticket = 0
         self._answer: Answer | None = None
+        self._refusal: Exception | None = None
         self._stopped = False
         self._broken: BaseException | None = None
         self._closed = False
@@ -38,13 +39,20 @@ class Mailbox:
         """Forget the last pass; from now on only messages for ``pass_id`` are kept."""
         with self._lock:
             self._ready.clear()
-            self._pass_id, self._serial = pass_id, 0
+            self._pass_id, self._serial, self._refusal = pass_id, 0, None
 
     def post(self, ready: BlockReady) -> None:
         """Deliver a message; one for another pass, or older than the thread's last `ask`, is dropped."""
         with self._lock:
             if ready.pass_id == self._pass_id and ready.serial == self._serial:
                 self._ready[ready.block] = ready
+                self._ring()
+
+    def refuse(self, pass_id: int, error: Exception) -> None:
+        """End the waits of a pass with ``error``: it gets no block any more. One for another pass is dropped."""
+        with self._lock:
+            if pass_id == self._pass_id:
+                self._refusal = error
                 self._ring()
 
     def take(self, block: int) -> tuple[BlockReady, tuple[int, ...]] | None:
@@ -74,13 +82,17 @@ class Mailbox:
         :raises StopForward: if the request is stopped.
         :raises EngineBrokenError: if the engine failed.
         :raises EngineClosedError: if the engine is closed.
+        :raises Exception: what the pass is refused with.
         """
         while True:
             with self._lock:
                 self._check()
                 taken = self._take(block)
+                refusal = self._refusal
             if taken is not None:
                 return taken
+            if refusal is not None:
+                raise refusal
             self._bell.acquire()
 
     def draw_ticket(self) -> int:
@@ -159,5 +171,5 @@ class Mailbox:
         """Forget a `stop`: the next request begins. A failure stays, and so does a `close`."""
         with self._lock:
             self._ready.clear()
-            self._pass_id = None
+            self._pass_id = self._refusal = None
             self._stopped = False

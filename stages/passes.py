@@ -56,7 +56,8 @@ class Pass:
         if self._place.watch is not None:
             self._place.watch.pass_begun(self.pass_id)
         maker = threading.get_ident()
-        self._ring(PassStarted(self.pass_id, self._component, maker, self._place.request_id, self._alone))
+        place = self._place
+        self._ring(PassStarted(self.pass_id, self._component, maker, place.request_id, self._alone, place.wave))
 
     def enter(self, block: int) -> None:
         """Return when the thread may issue the block's work.
@@ -64,6 +65,8 @@ class Pass:
         :raises StopForward: if the request is stopped.
         :raises EngineBrokenError: if the engine failed, or the block's copy did.
         :raises NestedBlockError: if the pass is inside a block.
+        :raises OutOfTurnError: if the ranks would have to fetch the block in another order; see `WaveWalks`, which
+            refuses a pass for other reasons, too.
         """
         self._place.mailbox.check()
         if self._inside is not None:

@@ -9,6 +9,7 @@ import attrs
 
 from streamflow.stages.devices.base import Event, Stream
 from streamflow.stages.mailbox import Mailbox
+from streamflow.stages.ranks.signature import WaveSignature
 from streamflow.stages.threads import WorkerThread
 from streamflow.stages.timing import PlaceWatch
 
@@ -35,7 +36,8 @@ class WaitTimes:
 
 
 class Place:
-    """A worker thread, a compute stream and a mailbox. One request at a time occupies it, ``request_id`` if it has one.
+    """A worker thread, a compute stream and a mailbox. One request at a time occupies it, ``request_id`` if it has one;
+    ``wave`` is what it said of the wave that it needs (None: nothing).
 
     A request that brings its own thread (a direct call of the model) uses the stream and the mailbox from there.
     ``watch`` is told what happens here; None: nobody wants to know.
@@ -48,6 +50,7 @@ class Place:
         self.mailbox = Mailbox()
         self.waits = WaitTimes()
         self.request_id: str | None = None
+        self.wave: WaveSignature | None = None
         self.watch: PlaceWatch | None = None
         self._run_ahead_blocks = run_ahead_blocks
         self._issued: deque[Event] = deque()

@@ -7,6 +7,9 @@ from typing import Protocol
 
 import attrs
 
+from streamflow.stages.decisions import Refusal
+from streamflow.stages.feed import Feed
+from streamflow.stages.ranks.signature import WaveSignature
 from streamflow.stages.returns import Returns
 
 
@@ -14,33 +17,49 @@ from streamflow.stages.returns import Returns
 class WaitingPass:
     """A pass that waits for a walk over ``component`` ``since`` then, in seconds of the planner's clock.
 
-    ``alone``: nobody else can come to its component meanwhile, so there is nobody to wait for.
+    ``alone``: nobody else can come to its component meanwhile, so there is nobody to wait for. ``maker`` is what it has
+    in common with its request's other passes, ``request_id`` that request's name (None: it has none), ``wave`` what the
+    request said of the wave that it needs (None: nothing).
     """
 
     pass_id: int
     component: str
     since: float = 0.0
     alone: bool = False
+    maker: int | None = None
+    request_id: str | None = None
+    wave: WaveSignature | None = None
 
 
 @attrs.frozen
 class WalkChoice:
     """The passes that start a walk now, all of one component; none: wait on, and ask again at ``again_at``.
 
-    ``again_at`` None: ask when something happens.
+    ``again_at`` None: ask when something happens. ``component``: that of a walk of a wave, which starts with the passes
+    or without any. ``refused``: passes that wait for nothing.
     """
 
     pass_ids: tuple[int, ...] = ()
     again_at: float | None = None
+    component: str | None = None
+    refused: tuple[Refusal, ...] = ()
 
 
 class WalkSource(Protocol):
     """Says when waiting passes start a walk. Replaceable: ranks agree on walks, one process need not."""
 
+    @property
+    def feed(self) -> Feed | None:
+        """What is fetched while a wave is under way, and in which components; None: there are no waves."""
+
     def next_walk(self, waiting: Sequence[WaitingPass], returns: Returns, now: float) -> WalkChoice:
-        """The walk that starts now, out of ``waiting`` (at least one pass, oldest first). Called when none is under
-        way.
-        """
+        """The walk that starts now, out of ``waiting`` (oldest first). Called when none is under way."""
+
+    def walk_ended(self, component: str) -> None:
+        """The walk over ``component`` that was chosen last has ended."""
+
+    def gone(self, maker: int) -> None:
+        """``maker`` makes no more passes."""
 
     def late_joins(self, waiting: Sequence[WaitingPass], component: str, num_walking: int) -> tuple[int, ...]:
         """Those of ``waiting`` (oldest first) that join the walk over ``component`` which is under way, beside
@@ -48,8 +67,20 @@ class WalkSource(Protocol):
         """
 
 
+class WithoutWaves:
+    """What sources have in common that know one process only."""
+
+    feed: Feed | None = None
+
+    def walk_ended(self, component: str) -> None:
+        """Nothing follows from it."""
+
+    def gone(self, maker: int) -> None:
+        """Nothing follows from it."""
+
+
 @attrs.frozen
-class ImmediateWalks:
+class ImmediateWalks(WithoutWaves):
     """Everyone who waits for the oldest pass's component walks together, as soon as ``min_passes`` do."""
 
     min_passes: int = 1
@@ -63,7 +94,7 @@ class ImmediateWalks:
 
 
 @attrs.frozen
-class SharedWalks:
+class SharedWalks(WithoutWaves):
     """The oldest pass's component walks next, with everyone who waits for it, up to ``max_passes``.
 
     A walk that has room waits until the oldest pass has waited for ``window_s`` seconds, and for passes that are about
@@ -75,6 +106,8 @@ class SharedWalks:
     window_s: float = 0.0
 
     def next_walk(self, waiting: Sequence[WaitingPass], returns: Returns, now: float) -> WalkChoice:
+        if not waiting:
+            return WalkChoice()
         oldest, chosen = waiting[0], _for_oldest(waiting)
         if len(chosen) < self.max_passes and not oldest.alone:
             until = max(oldest.since + self.window_s, returns.expected_until(oldest.component) or now)
@@ -89,4 +122,5 @@ class SharedWalks:
 
 
 def _for_oldest(waiting: Sequence[WaitingPass]) -> tuple[int, ...]:
+    """The passes that wait for the component that the oldest waits for; none if nobody waits."""
     return tuple(other.pass_id for other in waiting if other.component == waiting[0].component)

@@ -10,6 +10,9 @@ what to do. Its promises, held by property tests:
   holds a claim on its slot until it says itself that it left the block, passed it by, or wants another one, or ends;
 - a pass that waits for a block gets it, whatever the others do, as long as they keep leaving the blocks they entered;
 - the order of blocks is a forecast. A wrong one costs time, never exactness.
+
+While a wave of many ranks is under way (see `Feed`) nothing is forecast: the feed says what is fetched next, and a pass
+that would need anything else is refused.
 """
 
 from __future__ import annotations
@@ -18,64 +21,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import attrs
 
+from streamflow.stages.decisions import Claim, Decision, Fetch, Refusal, Walk
+from streamflow.stages.feed import Feed
 from streamflow.stages.order import BlockOrder
+from streamflow.stages.ranks.errors import OutOfTurnError
+from streamflow.stages.ranks.signature import WaveSignature
 from streamflow.stages.returns import Returns
-from streamflow.stages.walk_sources import ImmediateWalks, WaitingPass, WalkSource
-
-
-@attrs.frozen
-class Fetch:
-    """Bring ``block`` into ``slot``; the block that was there (None: none) is dropped first.
-
-    ``on_demand``: a pass stands before the block and the forecast had not foreseen it.
-    """
-
-    block: int
-    slot: int
-    generation: int
-    drops: int | None
-    on_demand: bool
-
-
-@attrs.frozen
-class Claim:
-    """Tell ``pass_id`` that it may enter ``block`` in ``slot``.
-
-    ``serial`` is that of the pass's last `want`. ``rank`` orders the claims of one pass: once it took one, those of
-    lower rank are passed by, and it gives them back with its next `left`.
-    """
-
-    pass_id: int
-    block: int
-    slot: int
-    generation: int
-    serial: int
-    rank: int
-
-
-@attrs.frozen
-class Walk:
-    """A walk over ``component`` that started at ``started_at``, with the passes that go together."""
-
-    walk_id: int
-    component: str
-    pass_ids: tuple[int, ...]
-    started_at: float
-
-
-@attrs.frozen
-class Decision:
-    """What to do now, in this order. ``joined``: passes that join the walk under way, because it is at its beginning.
-
-    ``again_at``: when to decide again if nothing happens before; None: not at all.
-    """
-
-    ended: int | None
-    started: Walk | None
-    joined: tuple[int, ...]
-    fetches: tuple[Fetch, ...]
-    claims: tuple[Claim, ...]
-    again_at: float | None
+from streamflow.stages.walk_sources import ImmediateWalks, WaitingPass, WalkChoice, WalkSource
 
 
 @attrs.define
@@ -83,6 +35,7 @@ class _Slot:
     block: int | None = None
     generation: int = 0
     ready: bool = False
+    visit: int | None = None
     claims: set[int] = attrs.field(factory=set)
 
 
@@ -92,6 +45,8 @@ class _Pass:
     maker: int | None
     since: float
     alone: bool
+    request_id: str | None
+    wave: WaveSignature | None
     position: int = 0
     visited: list[int] = attrs.field(factory=list)
     wanted: int | None = None
@@ -120,6 +75,7 @@ class WalkPlanner:
         self._walking: dict[int, _Pass] = {}
         self._returns = Returns()
         self._walk: Walk | None = None
+        self._visits: range | None = None
         self._component = next(iter(orders), "")
         self._num_walks = 0
         self._num_wants = 0
@@ -148,35 +104,55 @@ class WalkPlanner:
     # What the passes did
 
     def join(
-        self, pass_id: int, component: str, *, maker: int | None = None, alone: bool = False, now: float = 0.0
+        self,
+        pass_id: int,
+        component: str,
+        *,
+        maker: int | None = None,
+        alone: bool = False,
+        now: float = 0.0,
+        request_id: str | None = None,
+        wave: WaveSignature | None = None,
     ) -> None:
-        """A pass begins and waits for a walk. ``maker``: what it has in common with the request's other passes;
-        ``alone``: see `WaitingPass`.
+        """A pass begins and waits for a walk; see `WaitingPass`.
 
         :raises KeyError: if there is no such component.
         """
         if component not in self._orders:
             raise KeyError(component)
-        self._waiting[pass_id] = _Pass(component, maker, now, alone)
+        self._waiting[pass_id] = _Pass(component, maker, now, alone, request_id, wave)
         if maker is not None:
             self._returns.began(maker, component, now)
 
-    def want(self, pass_id: int, block: int, serial: int) -> None:
+    def want(self, pass_id: int, block: int, serial: int) -> Refusal | None:
         """The pass stands before ``block`` and takes nothing but an answer to ``serial``: its claims are void.
+
+        Returns why it gets none: in a wave, a block that would have to be fetched again.
 
         :raises KeyError: if ``block`` is not streamed, or not in the pass's component.
         """
         state = self._state(pass_id)
         if state is None:
-            return
+            return None
         if block not in self._blocks[state.component]:
             raise KeyError(block)
-        order = self._orders[state.component]
         self._release_all(pass_id)
+        if self._is_out_of_turn(pass_id, block):
+            return Refusal(pass_id, OutOfTurnError(state.component, block, state.request_id))
+        order = self._orders[state.component]
         self._num_wants += 1
         state.wanted, state.serial, state.want_rank = block, serial, self._num_wants
         state.surprising = block not in order.ahead(state.position, len(self._slots))
         state.position = order.position_before(block, state.position)
+        return None
+
+    def _is_out_of_turn(self, pass_id: int, block: int) -> bool:
+        """Whether the pass walks in a wave, and its walk has had ``block`` already and does not hold it any more."""
+        feed = self._source.feed
+        if feed is None or self._visits is None or pass_id not in self._walking:
+            return False
+        visit = next(visit for visit in self._visits if feed.block_of(visit) == block)
+        return visit < feed.next_visit and not any(slot.visit == visit for slot in self._slots)
 
     def left(self, pass_id: int, block: int, passed_by: Iterable[int] = ()) -> None:
         """The pass has issued all of the block's work, and will not take its claims on the blocks ``passed_by``."""
@@ -201,59 +177,99 @@ class WalkPlanner:
         self._walking.pop(pass_id, None)
         if state.maker is not None:
             self._returns.ended(state.maker, now)
-        if completed:
+        if completed and not self._is_collective(state.component):
             self._orders[state.component].learn(state.visited)
 
     def gone(self, maker: int) -> None:
         """``maker`` makes no more passes: no walk has to wait for it."""
         self._returns.gone(maker)
+        self._source.gone(maker)
 
     # What the transfers did
 
-    def fetched(self, slot: int, generation: int) -> None:
-        """The copy into ``slot`` is issued: passes may be told of its block."""
-        if self._slots[slot].generation == generation:
-            self._slots[slot].ready = True
+    def fetched(self, slot: int, generation: int) -> bool:
+        """The copy into ``slot`` is issued: passes may be told of its block.
+
+        Returns whether `arrived` is to be told when it has happened: no pass of this rank sets the feed's pace.
+        """
+        filled = self._slots[slot]
+        if filled.generation != generation:
+            return False
+        filled.ready = True
+        is_unpaced = self._visits is not None and not self._walking
+        if filled.visit is not None and not is_unpaced:
+            self._there(filled.visit)
+        return filled.visit is not None and is_unpaced
+
+    def arrived(self, slot: int, generation: int) -> None:
+        """The copy into ``slot`` has happened."""
+        visit = self._slots[slot].visit
+        if self._slots[slot].generation == generation and visit is not None:
+            self._there(visit)
+
+    def _there(self, visit: int) -> None:
+        if self._source.feed is not None:
+            self._source.feed.there(visit)
 
     # The decision
 
     def decide(self, now: float = 0.0) -> Decision:
         """What is to be done after all that was told; doing it is assumed from here on."""
         ended = self._end_walk(now)
-        started, again_at = self._start_walk(now)
+        started, choice = self._start_walk(now)
         joined = self._join_walk()
         # A slow pass that reaches a block as foreseen keeps it, however long a fast one has waited for the slot: it
         # would have to be fetched again. One that stands before a block unforeseen comes after those who waited.
         foreseen = [pass_id for pass_id, state in self._walking.items() if state.wanted is None or not state.surprising]
         claims = tuple(self._claims(foreseen))
-        fetches = tuple(self._fetches())
-        return Decision(ended, started, joined, fetches, (*claims, *self._claims(self._walking)), again_at)
+        fetches = tuple(self._fetches() if not self._feeds() else self._feed_fetches())
+        claims = (*claims, *self._claims(self._walking))
+        again_at = now if self._is_over() else choice.again_at
+        return Decision(ended, started, joined, fetches, claims, again_at, choice.refused)
+
+    def _is_over(self) -> bool:
+        """Whether the walk has ended: no pass of it is left, and this rank has fed the others what they need of it."""
+        if self._walk is None or self._walking:
+            return False
+        feed = self._source.feed
+        return feed is None or self._visits is None or feed.num_there >= self._visits.stop
 
     def _end_walk(self, now: float) -> int | None:
         walk = self._walk
-        if walk is None or self._walking:
+        if walk is None or not self._is_over():
             return None
-        self._walk = None
+        if self._source.feed is not None and self._visits is not None:
+            self._source.feed.end_walk()
+        self._walk = self._visits = None
+        self._source.walk_ended(walk.component)
         self._returns.walked(walk.component, now - walk.started_at)
         return walk.walk_id
 
-    def _start_walk(self, now: float) -> tuple[Walk | None, float | None]:
-        if self._walk is not None or not self._waiting:
-            return None, None
+    def _start_walk(self, now: float) -> tuple[Walk | None, WalkChoice]:
+        if self._walk is not None:
+            return None, WalkChoice()
         choice = self._source.next_walk(self._waiting_passes(), self._returns, now)
-        if not choice.pass_ids:
-            return None, choice.again_at
+        for refusal in choice.refused:
+            self._waiting.pop(refusal.pass_id, None)
+        component = choice.component
+        if choice.pass_ids:
+            component = self._waiting[choice.pass_ids[0]].component
+        if component is None:
+            return None, choice
         self._num_joined = 0
         self._join(choice.pass_ids)
         self._num_walks += 1
-        component = self._walking[choice.pass_ids[0]].component
         self._walk = Walk(self._num_walks, component, choice.pass_ids, now)
         self._component = component
-        return self._walk, None
+        if self._source.feed is not None and self._is_collective(component):
+            self._visits = self._source.feed.start_walk()
+        return self._walk, choice
 
     def _join_walk(self) -> tuple[int, ...]:
         """Let passes join the walk where that costs no fetch: nobody who walks has left a block that is gone."""
-        if self._walk is None or not self._waiting or len(self._walking) < self._num_joined:
+        if self._walk is None or not self._waiting or self._visits is not None:
+            return ()
+        if len(self._walking) < self._num_joined:
             return ()
         visited = {block for state in self._walking.values() for block in state.visited}
         if not visited <= {slot.block for slot in self._slots}:
@@ -269,8 +285,52 @@ class WalkPlanner:
 
     def _waiting_passes(self) -> list[WaitingPass]:
         return [
-            WaitingPass(pass_id, state.component, state.since, state.alone) for pass_id, state in self._waiting.items()
+            WaitingPass(pass_id, p.component, p.since, p.alone, p.maker, p.request_id, p.wave)
+            for pass_id, p in self._waiting.items()
         ]
+
+    # Fetches of a wave
+
+    def _is_collective(self, component: str) -> bool:
+        return self._source.feed is not None and component in self._source.feed.components
+
+    def _feeds(self) -> bool:
+        """Whether the feed decides what is fetched: a wave is under way, and no walk of this rank alone."""
+        feed = self._source.feed
+        return feed is not None and feed.is_on and (self._walk is None or self._visits is not None)
+
+    def _feed_fetches(self) -> Iterator[Fetch]:
+        feed = self._source.feed
+        if feed is None:
+            return
+        floor = self._floor(feed)
+        for visit in feed.due(floor, len(self._slots)):
+            block = feed.block_of(visit)
+            index = self._slot_for_visit(block, floor)
+            if index is None:
+                return
+            feed.fetching(visit)
+            yield self._fill(index, block, visit=visit)
+
+    def _floor(self, feed: Feed) -> int:
+        """The first visit that may still be needed here: by a pass, or because it is not there yet."""
+        if self._visits is None:
+            return feed.following.start
+        positions = [self._visits.start + p.position for p in self._walking.values()]
+        return min([*positions, feed.num_there])
+
+    def _slot_for_visit(self, block: int, floor: int) -> int | None:
+        holder = self.slot_of(block)
+        if holder is not None:  # of an earlier walk: a block is in one slot only
+            return holder if self._is_past(self._slots[holder], floor) else None
+        empty = (index for index, slot in enumerate(self._slots) if slot.block is None)
+        past = (index for index, slot in enumerate(self._slots) if self._is_past(slot, floor))
+        return next(empty, next(past, None))
+
+    def _is_past(self, slot: _Slot, floor: int) -> bool:
+        return slot.ready and not slot.claims and (slot.visit is None or slot.visit < floor)
+
+    # Fetches of this rank alone
 
     def _fetches(self) -> Iterator[Fetch]:
         desired = self._desired()
@@ -281,10 +341,13 @@ class WalkPlanner:
             index = self._free_slot(desired)
             if index is None:
                 return  # nothing less urgent may take the slot that this one waits for
-            slot = self._slots[index]
-            fetch = Fetch(block, index, slot.generation + 1, slot.block, block in surprising)
-            slot.block, slot.generation, slot.ready = block, fetch.generation, False
-            yield fetch
+            yield self._fill(index, block, on_demand=block in surprising)
+
+    def _fill(self, index: int, block: int, *, on_demand: bool = False, visit: int | None = None) -> Fetch:
+        slot = self._slots[index]
+        fetch = Fetch(block, index, slot.generation + 1, slot.block, on_demand)
+        slot.block, slot.generation, slot.ready, slot.visit = block, fetch.generation, False, visit
+        return fetch
 
     def _desired(self) -> list[int]:
         """The blocks that the window should hold, most urgent first."""
@@ -297,13 +360,14 @@ class WalkPlanner:
     def _foreseen(self) -> list[int]:
         """The blocks that are needed next, if all goes as expected: of this walk, and then of the next."""
         oldest = next(iter(self._waiting.values()), None)
-        following = self._orders.get(self._component if oldest is None else oldest.component)
-        if following is None:
-            return []
+        component = self._component if oldest is None else oldest.component
+        # what a wave needs is no forecast: the feed brings it
+        is_forecast = component in self._orders and not self._is_collective(component)
+        following = self._orders[component].visits if is_forecast else ()
         if not self._walking:
-            return following.ahead(0, len(self._slots))
+            return list(dict.fromkeys(following))[: len(self._slots)]
         slowest = min(p.position for p in self._walking.values())
-        return self._orders[self._component].ahead(slowest, len(self._slots), following.visits)
+        return self._orders[self._component].ahead(slowest, len(self._slots), following)
 
     def _free_slot(self, desired: Sequence[int]) -> int | None:
         for index, slot in enumerate(self._slots):
@@ -321,12 +385,16 @@ class WalkPlanner:
             # a pass that waits, and two such passes could wait for each other's slots
             for index in sorted(range(len(self._slots)), key=lambda i: self._slots[i].block != state.wanted):
                 slot = self._slots[index]
-                if slot.block is None or not slot.ready or pass_id in slot.claims:
+                if slot.block is None or not slot.ready or pass_id in slot.claims or not self._is_of_walk(slot):
                     continue
                 if slot.block == state.wanted or self._may_run_ahead(pass_id, state, slot.block):
                     slot.claims.add(pass_id)
                     rank = self._orders[state.component].position_before(slot.block, state.position)
                     yield Claim(pass_id, slot.block, index, slot.generation, state.serial, rank)
+
+    def _is_of_walk(self, slot: _Slot) -> bool:
+        """Whether what is in ``slot`` is for the walk under way; a wave's walk has every block fetched for itself."""
+        return self._visits is None or (slot.visit is not None and slot.visit in self._visits)
 
     def _may_run_ahead(self, pass_id: int, state: _Pass, block: int) -> bool:
         """Whether the pass may be told of ``block``, which it has not asked for: it is near, and nothing is due."""

@@ -16,9 +16,12 @@ if TYPE_CHECKING:
     from streamflow.host_weights.load_inputs import LoadInputs
     from streamflow.loaded import open_offload
     from streamflow.plan import OffloadPlan
+    from streamflow.ranks.options import RankOptions
+    from streamflow.ranks.topology import RankGroups
     from streamflow.runtime.offload import Offload
     from streamflow.runtime.statistics import OffloadStatistics
     from streamflow.stages.errors import StreamflowError
+    from streamflow.stages.ranks.signature import WaveSignature
     from streamflow.store.errors import StoreError
     from streamflow.store.options import StoreOptions
     from streamflow.store.reports import StoreOutcome, StoreReport
@@ -32,6 +35,8 @@ __all__ = [
     "OffloadConfig",
     "OffloadPlan",
     "OffloadStatistics",
+    "RankGroups",
+    "RankOptions",
     "StartedOffload",
     "StoreError",
     "StoreOptions",
@@ -39,6 +44,7 @@ __all__ = [
     "StoreReport",
     "StreamflowError",
     "WarmUpRecipe",
+    "WaveSignature",
     "WeightTopology",
     "__version__",
     "offload",
@@ -53,6 +59,8 @@ _HOMES = {
     "OffloadConfig": "streamflow.config",
     "OffloadPlan": "streamflow.plan",
     "OffloadStatistics": "streamflow.runtime.statistics",
+    "RankGroups": "streamflow.ranks.topology",
+    "RankOptions": "streamflow.ranks.options",
     "StartedOffload": "streamflow.facade",
     "StoreError": "streamflow.store.errors",
     "StoreOptions": "streamflow.store.options",
@@ -60,6 +68,7 @@ _HOMES = {
     "StoreReport": "streamflow.store.reports",
     "StreamflowError": "streamflow.stages.errors",
     "WarmUpRecipe": "streamflow.warmup",
+    "WaveSignature": "streamflow.stages.ranks.signature",
     "WeightTopology": "streamflow.weights.topology",
     "offload": "streamflow.facade",
     "open_offload": "streamflow.loaded",

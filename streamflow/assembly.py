@@ -10,8 +10,10 @@ from streamflow.binding.blocks import BlockBinder
 from streamflow.binding.calls import Interception, MethodInterception
 from streamflow.component_parts import BoundComponent, ComponentToOpen, bind_components
 from streamflow.config import OffloadConfig
+from streamflow.hardware import Hardware
 from streamflow.moving import open_moving
 from streamflow.pipelines.policy import Behaviour
+from streamflow.ranks.joint_engine import JointEngine, agree_on_sources, agree_on_transfer, in_step, plan_jointly
 from streamflow.runtime.admission import Admission
 from streamflow.runtime.component import StreamedComponent
 from streamflow.runtime.gates import gates_of
@@ -38,21 +40,22 @@ from streamflow.transfer_opening import choose_transfer_for, transfer_opener
 async def open_components(
     components: Sequence[ComponentToOpen],
     config: OffloadConfig,
-    device: Device,
+    hardware: Hardware,
     report: StoreReport | None = None,
     *,
     moves: bool = False,
 ) -> AsyncIterator[Offload]:
-    """An offload on ``device``, which is not open, over claimed components: one engine, one window, one admission.
+    """An offload on ``hardware`` over claimed components: one engine, one window, one admission.
 
     ``moves``: components come to the device for those who use them, and go; else all that is resident is so for good.
     """
+    device = hardware.device
     async with open_threads() as crew, _opened(device, crew), open_tracing(config, device, crew) as tracing:
         bound: list[BoundComponent] = []
         offload = None
         try:
             bound.extend(bind_components(components, device))
-            async with _open_bound(bound, device, crew, config, report, moves, tracing) as offload:
+            async with _open_bound(bound, hardware, crew, config, report, moves, tracing) as offload:
                 yield offload
         finally:
             try:
@@ -83,26 +86,35 @@ async def _opened(device: Device, crew: ThreadCrew) -> AsyncIterator[None]:
 @asynccontextmanager
 async def _open_bound(
     components: Sequence[BoundComponent],
-    device: Device,
+    hardware: Hardware,
     crew: ThreadCrew,
     config: OffloadConfig,
     report: StoreReport | None,
     moves: bool,
     tracing: Tracing,
 ) -> AsyncIterator[Offload]:
+    device, ranks, joint = hardware.device, hardware.ranks, None
     async with AsyncExitStack() as stack:
         attachments = [await stack.enter_async_context(attach(component, device, crew)) for component in components]
+        if ranks is not None:
+            await agree_on_sources(ranks, components, crew)
         choice = choose_transfer_for(config, device, components)
+        if ranks is not None:
+            choice = await agree_on_transfer(ranks, choice)
+            joint = await plan_jointly(ranks, components, config, device, crew, moves=moves)
         binder = BlockBinder([block for component in components for block in component.blocks])
         streamed = {c.name: c.images for c in components if c.given.behaviour is Behaviour.STREAMED}
         trace = tracing.engine(streamed)
-        opened = _open_engine(components, streamed, binder, device, crew, config, choice, moves, trace)
+        opened = _open_engine(components, streamed, binder, device, crew, config, choice, moves, trace, joint)
         engine = await stack.enter_async_context(opened)
         residency = None
         if moves:
             fixed_bytes = sum(attachment.fixed.nbytes for attachment in attachments)
             moving = open_moving(components, binder, engine, device, crew, config, fixed_bytes)
             residency = await stack.enter_async_context(moving)
+        if joint is not None:
+            await stack.enter_async_context(in_step(joint, engine, crew))
+            choice = joint.describe(choice)
         workplace = await stack.enter_async_context(_open_workplace(engine, device, residency, components, config))
         trace.attach(engine)
         interceptions = Interceptions(_interceptions(components, engine, device, workplace))
@@ -138,9 +150,11 @@ def _open_engine(
     choice: TransferChoice,
     moves: bool,
     trace: EngineTrace,
+    joint: JointEngine | None,
 ) -> AbstractAsyncContextManager[Engine]:
     residents = [number for component in components for number in component.residents]
     images = [image for component in components for image in component.images.values()]
+    alone = SharedWalks(config.effective_passes_per_walk, config.admission_window_s)
     return open_engine(
         device=trace.device(device),
         crew=crew,
@@ -153,9 +167,9 @@ def _open_engine(
             run_ahead_blocks=config.run_ahead_blocks,
             poison_freed_slots=config.poison_freed_slots,
         ),
-        open_transfer=trace.opener(transfer_opener(choice, images, config, trace)),
+        open_transfer=trace.opener(transfer_opener(choice, images, config, trace, joint)),
         binder=binder,
-        walk_source=SharedWalks(config.effective_passes_per_walk, config.admission_window_s),
+        walk_source=alone if joint is None else joint.waves,
     )
 
 

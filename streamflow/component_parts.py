@@ -25,7 +25,8 @@ class ComponentToOpen:
     """A claimed component, what it is to do, and where its weights come from.
 
     ``residents`` are those of its blocks that stay on the device, by their index: for good, or, where components move,
-    while the component is used. ``store`` is what the host weight store did for it; None if it is off.
+    while the component is used. ``store`` is what the host weight store did for it; None if it is off. ``gathers``:
+    ranks gather its blocks together, if there are several.
     """
 
     name: str
@@ -35,6 +36,7 @@ class ComponentToOpen:
     make_source: MakeSource
     residents: tuple[int, ...] = ()
     store: StoreReport | None = None
+    gathers: bool = True
 
 
 @attrs.frozen(eq=False)

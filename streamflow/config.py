@@ -16,6 +16,7 @@ from streamflow import dlo_options
 from streamflow.errors import ConfigurationError
 from streamflow.pipelines.policy import checked_policy
 from streamflow.plan import OffloadPlan
+from streamflow.ranks.options import RankOptions
 from streamflow.store.errors import StoreOptionsError
 from streamflow.store.options import StoreOptions
 from streamflow.weights.topology import WeightTopology
@@ -83,6 +84,7 @@ class OffloadConfig:
         remap_after_publish: a model that was loaded shows the entry from then on and drops its own copies; False keeps
             them, and streams from them.
         store: where the store is and how it behaves.
+        ranks: how several ranks share transfers and form waves. It takes effect with ``open_offload(..., ranks=...)``.
         max_running_requests: requests that may run at once, each in a thread and on a stream of its own. 1 serves one
             request after the other. The default of 4: with transfers two to three times as long as computing (the usual
             case of a streamed model), that many passes hide the link; each takes the memory of its activations.
@@ -128,6 +130,7 @@ class OffloadConfig:
     store_mode: StoreMode = "disabled"
     remap_after_publish: bool = True
     store: StoreOptions = attrs.field(factory=StoreOptions, metadata={GROUP: StoreOptions})
+    ranks: RankOptions = attrs.field(factory=RankOptions, metadata={GROUP: RankOptions})
     max_running_requests: int = 4
     max_passes_per_walk: int | None = None
     max_waiting_requests: int = 1000
@@ -174,9 +177,9 @@ class OffloadConfig:
         """The configuration that does what these options of vLLM-Omni's distributed layerwise offload ask for there.
 
         What an option left out means, and which of them go together, is as it is there. ``dlo_use_allgather=True`` is
-        refused: no transfer here is shared among ranks. Left out, it counts as True for what goes together, and each
-        rank copies whole blocks. Sizes are in GiB, times in seconds; ``dlo_runtime_cache_pin_limit_gib`` 0 is off and
-        ``dlo_host_registration_limit_gib`` 0 is no ceiling.
+        ``gather="always"``, which needs ``open_offload(..., ranks=...)``, False is ``"never"``. Left out, it counts as
+        True for what goes together, and ranks gather where they can. Sizes are in GiB, times in seconds;
+        ``dlo_runtime_cache_pin_limit_gib`` 0 is off and ``dlo_host_registration_limit_gib`` 0 is no ceiling.
 
         :raises ConfigurationError: if an option is unknown (the nearest name is suggested), not usable, or cannot be
             done here; it lists every problem.
@@ -196,7 +199,7 @@ class OffloadConfig:
             values["run_ahead_blocks"] = 2 * self.window_blocks + 2
         values["max_passes_per_walk"] = self.effective_passes_per_walk
         values["plan"] = None if self.plan is None else attrs.asdict(self.plan)
-        values |= {name: attrs.asdict(values[name]) for name in ("topology", "store")}
+        values |= {name: attrs.asdict(values[name]) for name in ("topology", "store", "ranks")}
         return values
 
     @property

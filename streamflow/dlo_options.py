@@ -40,15 +40,23 @@ def translated(options: Mapping[str, Any]) -> dict[str, Any]:
     """
     values = {**DEFAULTS, **options}
     problems = list(_wrong_values(values))
-    problems = problems or [*_wrong_together(values), *_said_twice(values), *_impossible(options)]
+    problems = problems or [*_wrong_together(values), *_said_twice(values)]
     if problems:
         raise ConfigurationError(problems)
     return {
         "components": values["dlo_offload_components"],
         "pin_host_memory": values["pin_cpu_memory"],
+        "ranks": {"gather": _gather(options)},
         **_residents(values["dlo_resident_layers"]),
         **_store(values),
     }
+
+
+def _gather(options: Mapping[str, Any]) -> str:
+    """Left out, ranks gather where they can: a process that is alone need not say that it is."""
+    if "dlo_use_allgather" not in options:
+        return "auto"
+    return "always" if options["dlo_use_allgather"] else "never"
 
 
 def _residents(num_layers: int) -> dict[str, Any]:
@@ -122,15 +130,6 @@ def _said_twice(values: Mapping[str, Any]) -> Iterator[str]:
     """The two caches there are one store here."""
     if values["dlo_enable_runtime_cache"] and values["host_weight_runtime_mode"] != "disabled":
         yield "dlo_enable_runtime_cache and host_weight_runtime_mode ask for two caches; here they are one: keep either"
-
-
-def _impossible(options: Mapping[str, Any]) -> Iterator[str]:
-    if options.get("dlo_use_allgather"):
-        yield (
-            "dlo_use_allgather=True shares each block's transfer among ranks, which streamflow does not do; set it to "
-            "False: every rank then copies whole blocks, to the same bytes, and the store (host_weight_runtime_mode) "
-            "keeps one host copy for all of them"
-        )
 
 
 def _is_number(value: object) -> bool:

@@ -11,10 +11,12 @@ from contextlib import AbstractAsyncContextManager, contextmanager
 from typing import Any, Literal, ParamSpec, TypeVar
 
 import anyio
+from torch.distributed.device_mesh import DeviceMesh
 
 from streamflow.config import OffloadConfig
 from streamflow.host_weights.load_inputs import LoadInputs
 from streamflow.loaded import open_offload
+from streamflow.ranks.topology import RankGroups
 from streamflow.runtime.offload import Offload, State
 from streamflow.runtime.statistics import OffloadStatistics
 from streamflow.stages.devices.base import Device
@@ -175,6 +177,7 @@ def offload(
     *,
     inputs: LoadInputs | None = None,
     warmup: WarmUp = None,
+    ranks: RankGroups | DeviceMesh | None = None,
     device: Device | None = None,
 ) -> Iterator[Offload]:
     """`open_offload` where there is no event loop: call the model directly from any thread while it is open.
@@ -184,7 +187,7 @@ def offload(
     leaves nothing open, and one that comes while it closes is raised when it has. See `open_offload` for arguments and
     errors.
     """
-    thread = _LoopThread(open_offload(model, config, inputs=inputs, warmup=warmup, device=device))
+    thread = _LoopThread(open_offload(model, config, inputs=inputs, warmup=warmup, ranks=ranks, device=device))
     try:
         yield thread.open()
     finally:
@@ -236,6 +239,7 @@ async def start_offload(
     *,
     inputs: LoadInputs | None = None,
     warmup: WarmUp = None,
+    ranks: RankGroups | DeviceMesh | None = None,
     device: Device | None = None,
 ) -> StartedOffload:
     """`open_offload` where opening and closing happen in different tasks (notebook cells, replicas, fixtures).
@@ -244,7 +248,7 @@ async def start_offload(
     having done so closes it at exit, and waits for that for ten seconds at most. A cancelled call leaves nothing open.
     See `open_offload` for arguments and errors.
     """
-    thread = _LoopThread(open_offload(model, config, inputs=inputs, warmup=warmup, device=device))
+    thread = _LoopThread(open_offload(model, config, inputs=inputs, warmup=warmup, ranks=ranks, device=device))
     try:
         async with open_threads() as crew:
             await crew.call(thread.open, on_cancel=thread.stop, name="start of an offload")

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
 
+from torch.distributed.device_mesh import DeviceMesh
+
 from streamflow.config import OffloadConfig
+from streamflow.hardware import Hardware, open_hardware
 from streamflow.host_weights.load_inputs import LoadInputs
 from streamflow.host_weights.sharing import open_shared
 from streamflow.interrupts import uninterrupted
 from streamflow.opening import effective_config, open_module
 from streamflow.pipelines.discovery import is_pipeline
 from streamflow.pipelines.opening import open_pipeline
+from streamflow.ranks.topology import RankGroups
 from streamflow.runtime.offload import Offload
 from streamflow.stages.devices.base import Device
 from streamflow.warmup import WarmUp, warm_up
@@ -29,6 +33,7 @@ async def open_offload(
     *,
     inputs: LoadInputs | None = None,
     warmup: WarmUp = None,
+    ranks: RankGroups | DeviceMesh | None = None,
     device: Device | None = None,
 ) -> AsyncIterator[Offload]:
     """Streams ``model`` while the context is open; its outputs are byte-identical to those of the resident model.
@@ -49,8 +54,10 @@ async def open_offload(
     ``warmup`` is a dummy request that is run before this returns: True for the one that the pipeline's class declares
     (else one step), a `WarmUpRecipe` or a mapping of one, or a function; None for none.
 
-    ``config`` may be a mapping of options; None is all defaults. ``device`` replaces the backend that
-    ``config.device`` names, for modelled hardware.
+    ``config`` may be a mapping of options; None is all defaults. ``ranks`` are the process groups, or a mesh, that this
+    process belongs to: where several ranks have the same weights, each copies a slice of a block and they gather the
+    rest, all of them opening and closing together. None: this process streams by itself. ``device`` replaces the
+    backend that ``config.device`` names, for modelled hardware.
 
     :raises ConfigurationError: if options are not usable, before anything is touched.
     :raises PlanError: if no blocks are found; it lists what could be meant.
@@ -59,18 +66,28 @@ async def open_offload(
     :raises ComponentPolicyError: if ``config.components`` names what it cannot decide about.
     :raises DeviceBudgetError: if a component does not fit into the budget.
     :raises WarmUpError: if the warm-up fails.
+    :raises RankGroupError, MeshDimensionError, TopologyMismatchError: if ``ranks`` is not usable.
+    :raises RanksDisagreeError: if the ranks are configured differently, or have different sources.
+    :raises RankError: if a rank does not come, fails, or is gone.
     :raises DeviceMemoryError: if window, residents and fixed tensors do not fit on the device.
     :raises HostMemoryError: if page-locked images do not fit on the host.
     :raises StoreError: if the store must be used and cannot, or found what must not be.
     """
     config = effective_config(config)
     inputs = inputs if inputs is not None else LoadInputs()
-    if is_pipeline(model):
-        opened = open_pipeline(model, config, LOADED_ALREADY, inputs, device)
-    elif config.store_mode == "disabled":
-        opened = open_module(model, config, LOADED_ALREADY, device)
-    else:
-        opened = open_shared(model, config, inputs, device)
-    async with opened as offload:
+    async with (
+        open_hardware(device, ranks, config) as (hardware, config),
+        _opened(model, config, inputs, hardware) as offload,
+    ):
         await warm_up(offload, model, warmup, on_failure=config.warmup_failure)
         yield offload
+
+
+def _opened(
+    model: Any, config: OffloadConfig, inputs: LoadInputs, hardware: Hardware
+) -> AbstractAsyncContextManager[Offload]:
+    if is_pipeline(model):
+        return open_pipeline(model, config, LOADED_ALREADY, inputs, hardware)
+    if config.store_mode == "disabled":
+        return open_module(model, config, LOADED_ALREADY, hardware)
+    return open_shared(model, config, inputs, hardware)

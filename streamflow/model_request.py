@@ -10,8 +10,8 @@ from torch import nn
 
 from streamflow.config import OffloadConfig
 from streamflow.errors import CheckpointUnusableError
+from streamflow.hardware import Hardware
 from streamflow.host_weights.load_inputs import LoadInputs
-from streamflow.stages.devices.base import Device
 from streamflow.weights.adapters import CheckpointAdapter, TransformAdapter
 from streamflow.weights.checkpoint import Checkpoint
 from streamflow.weights.checkpoint_plan import CheckpointFallback, CheckpointPlan, FallbackCode
@@ -33,7 +33,7 @@ class ModelRequest:
     finalize: Callable[[nn.Module], object] | None
     adapters: tuple[CheckpointAdapter, ...]
     inputs: LoadInputs
-    device: Device | None
+    hardware: Hardware
 
     @property
     def custom_code(self) -> tuple[str, ...]:

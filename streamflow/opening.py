@@ -6,7 +6,6 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
-import torch
 from torch import nn
 
 from streamflow.assembly import open_components
@@ -17,12 +16,12 @@ from streamflow.component_parts import ComponentToOpen, MakeSource
 from streamflow.config import ALL, OffloadConfig
 from streamflow.discovery import find_blocks
 from streamflow.errors import ComponentPolicyError, ConfigurationError
+from streamflow.hardware import Hardware
 from streamflow.pipelines.policy import Behaviour
+from streamflow.ranks.shared_source import SharedModuleSource
 from streamflow.residency import choose_residents
 from streamflow.runtime.offload import Offload
 from streamflow.stages.devices.base import Device
-from streamflow.stages.devices.cpu import CpuDevice
-from streamflow.stages.devices.cuda import CudaDevice
 from streamflow.store.reports import StoreReport
 from streamflow.support import check_model, check_not_compiled_whole
 from streamflow.transfer_choice import why_not_page_locked
@@ -31,7 +30,7 @@ from streamflow.weights.source import ModuleSource, WeightSource
 
 @asynccontextmanager
 async def open_module(
-    model: nn.Module, config: OffloadConfig, reason: str, device: Device | None, report: StoreReport | None = None
+    model: nn.Module, config: OffloadConfig, reason: str, hardware: Hardware, report: StoreReport | None = None
 ) -> AsyncIterator[Offload]:
     """An offload of a loaded model that streams from the model's own tensors, for which ``reason`` is given.
 
@@ -40,7 +39,8 @@ async def open_module(
     check_model(model)
     with claimed(model, type(model).__name__):
         inventory = inventory_of(model, config)
-        async with open_with_source(model, inventory, config, module_source(config, reason), device, report) as offload:
+        make_source = module_source(type(model).__name__, config, reason, hardware)
+        async with open_with_source(model, inventory, config, make_source, hardware, report) as offload:
             yield offload
 
 
@@ -50,7 +50,7 @@ async def open_with_source(
     inventory: Inventory,
     config: OffloadConfig,
     make_source: MakeSource,
-    device: Device | None,
+    hardware: Hardware,
     report: StoreReport | None = None,
 ) -> AsyncIterator[Offload]:
     """An offload of a claimed model that streams from any source; ``report`` is what the store did for it."""
@@ -58,16 +58,20 @@ async def open_with_source(
         raise ComponentPolicyError("components is about a pipeline's encoders and VAEs, and this is one model", ())
     name, residents = type(model).__name__, resident_blocks(inventory, config)
     component = ComponentToOpen(name, model, Behaviour.STREAMED, inventory, make_source, residents, report)
-    async with open_components([component], config, backend_of(device, config), report) as offload:
+    async with open_components([component], config, hardware, report) as offload:
         yield offload
 
 
-def module_source(config: OffloadConfig, reason: str) -> MakeSource:
-    """Makes the source that is the model itself."""
+def module_source(name: str, config: OffloadConfig, reason: str, hardware: Hardware) -> MakeSource:
+    """Makes the source that is the component ``name`` itself; ranks that gather keep one host copy of it together."""
 
     def make_source(inventory: Inventory, blocks: tuple[BoundBlock, ...], backend: Device) -> WeightSource:
         pins = why_not_page_locked(config, device_is_host=backend.is_host) is None
-        return ModuleSource(inventory, blocks, reason, config.effective_packing_threads if pins else None)
+        num_pin_threads = config.effective_packing_threads if pins else None
+        if hardware.ranks is None:
+            return ModuleSource(inventory, blocks, reason, num_pin_threads)
+        agreement = hardware.ranks.coordinator
+        return SharedModuleSource(name, inventory, blocks, reason, agreement, config, num_pin_threads=num_pin_threads)
 
     return make_source
 
@@ -114,21 +118,3 @@ def resident_blocks(inventory: Inventory, config: OffloadConfig) -> tuple[int, .
         budget_bytes=config.resident_bytes,
         spread=config.resident_placement == "spread",
     )
-
-
-def backend_of(device: Device | None, config: OffloadConfig) -> Device:
-    """``device``, or the backend that the configuration names.
-
-    :raises ConfigurationError: if ``device`` is the name of one.
-    """
-    if isinstance(device, (str, torch.device)):
-        raise ConfigurationError(
-            [f"device= takes a backend; to name a device, use the option: {{'device': '{device}'}}"]
-        )
-    return device if device is not None else make_device(config)
-
-
-def make_device(config: OffloadConfig) -> Device:
-    """The backend that the configuration names."""
-    device = config.torch_device()
-    return CudaDevice(device) if device.type == "cuda" else CpuDevice()

@@ -8,16 +8,19 @@ from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from typing import Any, NamedTuple
 
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from streamflow.binding.blocks import BoundBlock
 from streamflow.binding.guards import claimed
 from streamflow.binding.inventory import Inventory
 from streamflow.config import OffloadConfig
+from streamflow.hardware import open_hardware
 from streamflow.host_weights.load_inputs import LoadInputs
 from streamflow.host_weights.streaming import open_through_store
 from streamflow.interrupts import uninterrupted
 from streamflow.model_request import ModelRequest
-from streamflow.opening import backend_of, effective_config, inventory_of, open_module, open_with_source
+from streamflow.opening import effective_config, inventory_of, open_module, open_with_source
+from streamflow.ranks.topology import RankGroups
 from streamflow.runtime.offload import Offload
 from streamflow.stages.devices.base import Device
 from streamflow.stages.threads import ThreadCrew, open_tasks, open_threads
@@ -48,6 +51,7 @@ async def open_streamed(
     finalize: Callable[[nn.Module], object] | None = None,
     adapters: Iterable[CheckpointAdapter] = (),
     inputs: LoadInputs | None = None,
+    ranks: RankGroups | DeviceMesh | None = None,
     device: Device | None = None,
 ) -> AsyncIterator[Streamed]:
     """Streams the model that ``build`` returns straight from the files of ``checkpoint_dir``.
@@ -72,19 +76,20 @@ async def open_streamed(
 
     All that `open_offload` raises, too.
     """
-    request = ModelRequest(
-        build=build,
-        checkpoint_dir=checkpoint_dir,
-        config=effective_config(config),
-        load=load,
-        finalize=finalize,
-        adapters=tuple(adapters),
-        inputs=inputs if inputs is not None else LoadInputs(),
-        device=device,
-    )
-    opened = _open_without_store(request) if request.config.store_mode == "disabled" else _open_with_store(request)
-    async with opened as streamed:
-        yield streamed
+    async with open_hardware(device, ranks, effective_config(config)) as (hardware, config):
+        request = ModelRequest(
+            build=build,
+            checkpoint_dir=checkpoint_dir,
+            config=config,
+            load=load,
+            finalize=finalize,
+            adapters=tuple(adapters),
+            inputs=inputs if inputs is not None else LoadInputs(),
+            hardware=hardware,
+        )
+        opened = _open_without_store(request) if config.store_mode == "disabled" else _open_with_store(request)
+        async with opened as streamed:
+            yield streamed
 
 
 @asynccontextmanager
@@ -115,13 +120,13 @@ async def _open_without_store(request: ModelRequest, report: StoreReport | None 
             opened = _open_from_files(model, checkpoint, closing, answer, request, report)
         else:
             model = await crew.call(lambda: request.load_finished(skeleton, checkpoint, answer), name="loading")
-            opened = open_module(model, request.config, f"{answer.code}: {answer.reason}", request.device, report)
+            opened = open_module(model, request.config, f"{answer.code}: {answer.reason}", request.hardware, report)
         yield Streamed(await stack.enter_async_context(opened), model)
 
 
 async def _probe(checkpoint: Checkpoint, request: ModelRequest, crew: ThreadCrew) -> None:
-    backend = backend_of(request.device, request.config)
-    await probe_ahead([file.path for file in checkpoint.files], request.config, backend, crew)
+    paths = [file.path for file in checkpoint.files]
+    await probe_ahead(paths, request.config, request.hardware.device, crew)
 
 
 @asynccontextmanager
@@ -138,10 +143,10 @@ async def _open_from_files(
         closing.pop_all()  # the source closes it, and knows when it must not be closed yet
         return source
 
-    config, device = request.config, request.device
+    config, hardware = request.config, request.hardware
     with claimed(model, type(model).__name__):
         inventory = inventory_of(model, config)
         with lend_placeholders(model) as lent:
-            opened = open_with_source(model, inventory.with_tensors(lent), config, make_source, device, report)
+            opened = open_with_source(model, inventory.with_tensors(lent), config, make_source, hardware, report)
             async with opened as offload:
                 yield offload

@@ -111,6 +111,11 @@ BENCHMARKS = {
         "link",
         "Copies to the device from page-locked, registered and pageable memory, and packing by threads: rates, ratios.",
     ),
+    "gather": Program(
+        "streamflow.tools.bench.gather",
+        "gather",
+        "What ranks gain by bringing slices of a block and gathering the rest: the link, the gather, both overlapped.",
+    ),
     "startup": Program(
         "streamflow.tools.bench.startup",
         "startup",

@@ -6,10 +6,17 @@ import re
 from collections.abc import Callable
 
 from docsite.error_tree import error_tree
+from docsite.many_nodes import many_nodes_table
 from docsite.options import options_table
+from docsite.parallelism import parallelism_table
 
 _MARKER = re.compile(r"^<!-- generated: (?P<what>\w+) ?(?P<of>\w*) -->$", flags=re.MULTILINE)
-_MAKERS: dict[str, Callable[..., str]] = {"options": options_table, "errors": error_tree}
+_MAKERS: dict[str, Callable[..., str]] = {
+    "options": options_table,
+    "errors": error_tree,
+    "parallelism": parallelism_table,
+    "many_nodes": many_nodes_table,
+}
 
 
 def filled(markdown: str) -> str:

@@ -142,8 +142,11 @@ class Device(Protocol):
     def open_copy_stream(self, name: str) -> Stream:
         """A stream for copies and unpacking steps."""
 
+    def open_communication_stream(self, name: str) -> Stream:
+        """A stream for what ranks send each other, which goes over a link of its own, beside the copy streams."""
+
     def open_compute_stream(self, name: str) -> Stream:
-        """A stream for one place. Never one of the copy streams."""
+        """A stream for one place. Never one of the copy or communication streams."""
 
     def caller_stream(self) -> Stream:
         """The stream that the calling thread computes on now, outside streamflow."""

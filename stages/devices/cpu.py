@@ -64,7 +64,7 @@ class ModelledLink:
 
 
 class CpuCopyStream:
-    """A worker thread that copies; work after a failed piece of work is skipped and fails alike."""
+    """A worker thread that copies or communicates; work after a failed piece of work is skipped and fails alike."""
 
     def __init__(self, name: str, thread: WorkerThread, link: ModelledLink | None) -> None:
         self.name = name
@@ -160,8 +160,9 @@ class CpuDevice:
     """The host as a device.
 
     ``link_bytes_per_s``: copies take at least their bytes over this rate (None: as fast as memory). ``link``: a link
-    that other devices may have, too; it goes before ``link_bytes_per_s``. ``compute_units``: how many blocks may
-    compute at once (None: any number). ``memory_limit_bytes``: allocations beyond fail (None: no cap).
+    that other devices may have, too; it goes before ``link_bytes_per_s``. ``peer_bytes_per_s``: the same for what a
+    communication stream receives, over a link of its own. ``compute_units``: how many blocks may compute at once (None:
+    any number). ``memory_limit_bytes``: allocations beyond fail (None: no cap).
     """
 
     is_host = True
@@ -172,10 +173,12 @@ class CpuDevice:
         *,
         link_bytes_per_s: float | None = None,
         link: ModelledLink | None = None,
+        peer_bytes_per_s: float | None = None,
         compute_units: int | None = None,
         memory_limit_bytes: int | None = None,
     ) -> None:
         self._link = link if link is not None or link_bytes_per_s is None else ModelledLink(link_bytes_per_s)
+        self._peer_link = None if peer_bytes_per_s is None else ModelledLink(peer_bytes_per_s)
         self._compute_units = None if compute_units is None else threading.Semaphore(compute_units)
         self._meter = MemoryMeter("cpu", memory_limit_bytes)
         self.registrar: Registrar = HostRegistrar()
@@ -189,9 +192,15 @@ class CpuDevice:
         self._crew = crew
 
     def open_copy_stream(self, name: str) -> Stream:
+        return self._open_stream(name, self._link)
+
+    def open_communication_stream(self, name: str) -> Stream:
+        return self._open_stream(name, self._peer_link)
+
+    def _open_stream(self, name: str, link: ModelledLink | None) -> CpuCopyStream:
         if self._crew is None:
             raise RuntimeError("the cpu device makes streams only between open and close")
-        return CpuCopyStream(name, self._crew.start(f"streamflow {name} stream"), self._link)
+        return CpuCopyStream(name, self._crew.start(f"streamflow {name} stream"), link)
 
     def open_compute_stream(self, name: str) -> Stream:
         return CpuComputeStream(name, self._compute_units)

@@ -142,6 +142,9 @@ class CudaDevice:
     def open_copy_stream(self, name: str) -> Stream:
         return CudaStream(name, self._new_stream())
 
+    def open_communication_stream(self, name: str) -> Stream:
+        return CudaStream(name, self._new_stream())
+
     def open_compute_stream(self, name: str) -> Stream:
         return CudaStream(name, self._new_stream())
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import attrs
 
@@ -40,6 +40,17 @@ class SimLeftoverError(StreamflowError, RuntimeError):
             f"the sim device was closed with work queued ({self.queued}) and with {num_buffers} buffers of "
             f"{in_use_bytes} bytes and {num_page_locks} page locks in use; wait for the streams and free it all first"
         )
+
+
+class NotYet(Exception):
+    """Work that was begun must wait: its queue stays at it until ``is_ready`` answers True, and then does it again.
+
+    What changes the answer is other work of the machine, or is followed by `Machine.look_again`.
+    """
+
+    def __init__(self, is_ready: Callable[[], bool]) -> None:
+        self.is_ready = is_ready
+        super().__init__("it must wait")
 
 
 @attrs.define(eq=False)
@@ -84,16 +95,23 @@ class SimQueue:
     entries: deque[Entry] = attrs.field(factory=deque)
     held: bool = False
     failure: BaseException | None = None
+    is_ready: Callable[[], bool] | None = None
+
+    @property
+    def waits_outside(self) -> bool:
+        """Whether it may move on by what is no work of the machine."""
+        return bool(self.entries) and (self.held or self.is_ready is not None)
 
     def can_move(self) -> bool:
         """Whether the first entry may happen now."""
-        if self.held or not self.entries:
+        if self.held or not self.entries or (self.is_ready is not None and not self.is_ready()):
             return False
         head = self.entries[0]
         return not isinstance(head, Await) or head.mark.happened
 
     def do(self, entry: Entry) -> None:
         """Let ``entry``, the former head, happen."""
+        self.is_ready = None
         match entry:
             case Reach(mark):
                 mark.failure, mark.happened = self.failure, True
@@ -107,6 +125,9 @@ class SimQueue:
         if self.failure is None:
             try:
                 do()
+            except NotYet as waiting:
+                self.entries.appendleft(Work(do))
+                self.is_ready = waiting.is_ready
             except BaseException as failure:
                 self.failure = failure
 
@@ -122,7 +143,7 @@ class SimQueue:
 
 
 class Machine:
-    """All queues of a device, moved one entry at a time by the threads that look at it."""
+    """All queues of a device, or of several, moved one entry at a time by the threads that look at it."""
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
@@ -186,7 +207,7 @@ class Machine:
                     self._await_change(waited_for)
 
     def _await_change(self, waited_for: str) -> None:
-        if self._moving is None and not any(queue.held and queue.entries for queue in self._queues):
+        if self._moving is None and not any(queue.waits_outside for queue in self._queues):
             heads = {queue.name: queue.describe_head() for queue in self._queues if queue.entries}
             raise SimStuckError(waited_for, heads)
         self._changed.wait()
@@ -208,25 +229,23 @@ class Machine:
             self._changed.notify_all()
         return True
 
-    def set_held(self, name: str, *, held: bool) -> None:
-        """Stop the queues of that name, or let them move."""
+    def look_again(self) -> None:
+        """Something changed that work waits for."""
         with self._changed:
-            for queue in self._named(name):
+            self._changed.notify_all()
+
+    def set_held(self, queues: Iterable[SimQueue], *, held: bool) -> None:
+        """Stop the queues, or let them move."""
+        with self._changed:
+            for queue in queues:
                 queue.held = held
             self._changed.notify_all()
 
-    def num_queued(self, name: str) -> int:
-        """Entries left in the queues of that name."""
+    def num_left(self, queues: Iterable[SimQueue]) -> dict[str, int]:
+        """Entries left, by the queue's name; empty ones are left out."""
+        left: dict[str, int] = {}
         with self._changed:
-            return sum(len(queue.entries) for queue in self._named(name))
-
-    def _named(self, name: str) -> list[SimQueue]:
-        named = [queue for queue in self._queues if queue.name == name]
-        if not named:
-            raise KeyError(name)
-        return named
-
-    def all_queued(self) -> dict[str, int]:
-        """Entries left, by queue; empty ones are left out."""
-        with self._changed:
-            return {queue.name: len(queue.entries) for queue in self._queues if queue.entries}
+            for queue in queues:
+                if queue.entries:
+                    left[queue.name] = left.get(queue.name, 0) + len(queue.entries)
+        return left

@@ -92,13 +92,22 @@ class SimDevice:
     """A device whose order of execution is drawn from ``seed``.
 
     ``memory_limit_bytes``: allocations beyond fail (None: no cap). ``can_lock_pages``: whether page-locking works.
+    ``machine``: what moves the streams; devices of several ranks have one together, which then has a seed of its own.
     """
 
     is_host = False
     torch_device = torch.device("cpu")
 
-    def __init__(self, seed: int, *, memory_limit_bytes: int | None = None, can_lock_pages: bool = True) -> None:
-        self._machine = Machine(seed)
+    def __init__(
+        self,
+        seed: int,
+        *,
+        memory_limit_bytes: int | None = None,
+        can_lock_pages: bool = True,
+        machine: Machine | None = None,
+    ) -> None:
+        self._machine = Machine(seed) if machine is None else machine
+        self._queues: list[SimQueue] = []
         self._meter = MemoryMeter("sim", memory_limit_bytes)
         self.registrar = ScriptedRegistrar(fails_at=None if can_lock_pages else 0)
         self._buffers: dict[int, torch.Tensor] = {}
@@ -117,10 +126,18 @@ class SimDevice:
         pass
 
     def open_copy_stream(self, name: str) -> SimStream:
-        return SimStream(self._machine.add_queue(name), self._machine)
+        return self._open_stream(name)
+
+    def open_communication_stream(self, name: str) -> SimStream:
+        return self._open_stream(name)
 
     def open_compute_stream(self, name: str) -> SimStream:
-        return SimStream(self._machine.add_queue(name), self._machine)
+        return self._open_stream(name)
+
+    def _open_stream(self, name: str) -> SimStream:
+        queue = self._machine.add_queue(name)
+        self._queues.append(queue)
+        return SimStream(queue, self._machine)
 
     def caller_stream(self) -> SimStream:
         if self._caller is None:
@@ -160,21 +177,27 @@ class SimDevice:
 
         :raises KeyError: if there is none.
         """
-        self._machine.set_held(stream, held=True)
+        self._machine.set_held(self._named(stream), held=True)
 
     def release(self, stream: str) -> None:
         """Let them move again.
 
         :raises KeyError: if there is none.
         """
-        self._machine.set_held(stream, held=False)
+        self._machine.set_held(self._named(stream), held=False)
 
     def num_queued(self, stream: str) -> int:
         """Entries of the streams of that name that have not happened yet.
 
         :raises KeyError: if there is none.
         """
-        return self._machine.num_queued(stream)
+        return sum(self._machine.num_left(self._named(stream)).values())
+
+    def _named(self, name: str) -> list[SimQueue]:
+        named = [queue for queue in self._queues if queue.name == name]
+        if not named:
+            raise KeyError(name)
+        return named
 
     def drain(self) -> None:
         """Let everything happen that is queued.
@@ -188,6 +211,6 @@ class SimDevice:
 
         :raises SimLeftoverError: if work is queued, or a buffer or a page lock was not given back.
         """
-        queued = self._machine.all_queued()
+        queued = self._machine.num_left(self._queues)
         if queued or self._buffers or self.num_page_locks:
             raise SimLeftoverError(queued, self._meter.in_use, len(self._buffers), self.num_page_locks)

@@ -43,21 +43,26 @@ class DirectTransfer:
         try:
             with self._stream.activate():
                 for piece in image.pieces:
-                    self._copy_piece(piece, slot)
+                    queue_copy(self._stream, piece, slot, 0, piece.nbytes)
         except BaseException as failure:
             # it may be kept for as long as its offload, and the views in its frames would keep the source mapped
             traceback.clear_frames(failure.__traceback__)
             raise
         return Issued(self._stream.record())
 
-    def _copy_piece(self, piece: Piece, slot: torch.Tensor) -> None:
-        start = piece.offset_bytes
-        for run in piece.runs:
-            self._stream.copy(slot[start : start + run.numel()], run)
-            start += run.numel()
-        if not piece.runs:  # a file: read straight into the slot, in the stream's turn
-            target = slot[start : start + piece.nbytes]
-            self._stream.submit(lambda: piece.read_into(target.data_ptr(), 0, piece.nbytes), piece.nbytes)
-
     def close(self) -> None:
         pass
+
+
+def queue_copy(stream: Stream, piece: Piece, slot: torch.Tensor, start: int, nbytes: int) -> None:
+    """Queue the copy of bytes ``start`` to ``start + nbytes`` of ``piece`` to their place in ``slot``."""
+    place = piece.offset_bytes + start
+    if not piece.runs:  # a file: read straight into the slot, in the stream's turn
+        target = slot[place : place + nbytes]
+        stream.submit(lambda: piece.read_into(target.data_ptr(), start, nbytes), nbytes)
+    for run in piece.runs:
+        part = run[start : start + nbytes]
+        if part.numel():
+            stream.copy(slot[place : place + part.numel()], part)
+        place, nbytes = place + part.numel(), nbytes - part.numel()
+        start = max(0, start - run.numel())

@@ -6,6 +6,7 @@ import itertools
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 import attrs
 import torch
@@ -13,14 +14,26 @@ import torch
 from streamflow.stages.devices.base import Device, Event, Registrar, Stream
 from streamflow.stages.host_memory import allocate_host
 from streamflow.stages.images import BlockImage
+from streamflow.stages.layout import align_up
+from streamflow.stages.ranks.slices import Run, plan_run
 from streamflow.stages.registration.page_lock import PageLock
 from streamflow.stages.signals import LoopEvent
 from streamflow.stages.threads import ThreadCrew, WorkerThread, wait_through
 from streamflow.stages.timing import OnPacked
-from streamflow.stages.transfers.chunks import Chunk, largest_chunk, plan_chunks
+from streamflow.stages.transfers.chunks import Chunk, plan_chunks
 
 #: Buffers of each packing thread: one is copied while the next is packed.
 BUFFERS_PER_THREAD = 2
+
+
+class PackingListener(Protocol):
+    """Told how the packing of one image goes. In packing threads; must not fail."""
+
+    def copied(self, index: int) -> None:
+        """The copy of chunk ``index`` is queued."""
+
+    def packed(self, failure: BaseException | None) -> None:
+        """No thread packs any more, because all is queued or ``failure`` came."""
 
 
 @attrs.define
@@ -42,8 +55,10 @@ class _Packing:
         after: Sequence[Event],
         stream: Stream,
         on_packed: OnPacked | None,
+        listener: PackingListener | None = None,
     ) -> None:
         self._image, self._chunks, self._slot = image, chunks, slot
+        self._listener = listener
         self._after: Sequence[Event] | None = after
         self._stream = stream
         self._on_packed = on_packed
@@ -70,6 +85,8 @@ class _Packing:
                     if index >= len(self._chunks) or self._abandoned or self._failure is not None:
                         break
                     self._pack(self._chunks[index], next(buffers))
+                    if self._listener is not None:
+                        self._listener.copied(index)
         except BaseException as failure:
             self._failure = failure
         finally:
@@ -111,6 +128,8 @@ class _Packing:
         except BaseException as failure:
             self._failure = failure
         del self._slot  # a cancelled fetch may stay in a traceback, and must not keep device memory with it
+        if self._listener is not None:
+            self._listener.packed(self._failure)
         self._issued.set()
 
     async def issued(self) -> Event:
@@ -163,7 +182,20 @@ class StagedTransfer:
         return self._memory.memory.numel()
 
     def fetch(self, image: BlockImage, slot: torch.Tensor, after: Sequence[Event]) -> _Packing:
-        packing = _Packing(image, self._chunks[image.name], slot, after, self._stream, self._on_packed)
+        return self._begin(image, slot, after, None)
+
+    def chunks_of(self, image: BlockImage) -> Sequence[Chunk]:
+        """What of ``image`` is packed, in order."""
+        return self._chunks[image.name]
+
+    def pack(self, image: BlockImage, slot: torch.Tensor, after: Sequence[Event], listener: PackingListener) -> None:
+        """`fetch` for a caller who hears of every chunk. Nobody can cancel it: the caller waits for the listener."""
+        self._begin(image, slot, after, listener)
+
+    def _begin(
+        self, image: BlockImage, slot: torch.Tensor, after: Sequence[Event], listener: PackingListener | None
+    ) -> _Packing:
+        packing = _Packing(image, self._chunks[image.name], slot, after, self._stream, self._on_packed, listener)
         packing.begin(self._threads)
         return packing
 
@@ -194,15 +226,17 @@ async def open_staged(
     num_threads: int,
     chunk_bytes: int,
     on_packed: OnPacked | None = None,
+    runs: Mapping[str, Sequence[Run]] | None = None,
 ) -> StagedTransfer:
     """A staged transfer for ``images`` with ``num_threads`` threads of ``crew``, which copies on ``stream``.
 
     It holds two chunks of page-locked host memory for each thread, until it is closed. ``on_packed`` is told of every
-    chunk (None: nobody is).
+    chunk (None: nobody is). ``runs``: by name, those images of which only these runs are packed (None: all are whole).
 
     :raises HostRegistrationError: if they cannot be page-locked; nothing is held then.
     """
-    size = largest_chunk([image.pieces for image in images], chunk_bytes)
+    chunks = {image.name: _chunks_of(image, chunk_bytes, runs or {}) for image in images}
+    size = align_up(max((chunk.nbytes for planned in chunks.values() for chunk in planned), default=0))
     total = size * num_threads * BUFFERS_PER_THREAD
     locked = await crew.call(
         lambda: _LockedMemory(device.registrar, total), undo=_LockedMemory.release, name="page-locking"
@@ -213,5 +247,10 @@ async def open_staged(
     threads = [
         _PackingThread(crew.start(f"streamflow packing {i}"), buffers[i::num_threads]) for i in range(num_threads)
     ]
-    chunks = {image.name: plan_chunks(image.pieces, chunk_bytes) for image in images}
     return StagedTransfer(stream, chunks, threads, locked, on_packed)
+
+
+def _chunks_of(image: BlockImage, chunk_bytes: int, runs: Mapping[str, Sequence[Run]]) -> tuple[Chunk, ...]:
+    if image.name not in runs:
+        return plan_chunks(image.pieces, chunk_bytes)
+    return tuple(itertools.chain.from_iterable(plan_run(image.pieces, run, chunk_bytes) for run in runs[image.name]))

@@ -10,9 +10,10 @@ from torch import nn
 
 from streamflow.binding.inventory import Inventory
 from streamflow.config import OffloadConfig
+from streamflow.hardware import Hardware
 from streamflow.host_weights.load_inputs import LoadInputs
 from streamflow.host_weights.ready import Ready
-from streamflow.host_weights.sharing import Loaded, share_loaded
+from streamflow.host_weights.sharing import Loaded, on_all_ranks, share_loaded
 from streamflow.stages.threads import open_threads
 from streamflow.store.errors import StoreError
 from streamflow.store.reports import StoreOutcome, StoreReport
@@ -35,7 +36,11 @@ class SharedComponents:
 
 @asynccontextmanager
 async def open_shared_components(
-    modules: Mapping[str, nn.Module], inventories: Mapping[str, Inventory], config: OffloadConfig, inputs: LoadInputs
+    modules: Mapping[str, nn.Module],
+    inventories: Mapping[str, Inventory],
+    config: OffloadConfig,
+    inputs: LoadInputs,
+    hardware: Hardware,
 ) -> AsyncIterator[SharedComponents]:
     """The components of a pipeline, each with the entry of its weights where it can have one. Their tensors show the
     entries from then on.
@@ -45,16 +50,20 @@ async def open_shared_components(
     :raises StoreError: if the store must be used and cannot; its ``report`` says so.
     """
     loaded = {
-        name: Loaded(module, inventories[name], config, _with_neighbours(inputs, name, modules))
+        name: Loaded(name, module, inventories[name], config, _with_neighbours(inputs, name, modules), hardware)
         for name, module in modules.items()
     }
     async with open_threads() as crew, AsyncExitStack() as stack:
         try:
             store = await stack.enter_async_context(open_store(config.store, crew))
         except StoreError as failure:
-            yield SharedComponents({name: one.without_entry(failure, None) for name, one in loaded.items()}, None)
+            ready = {name: await on_all_ranks(one, one.without_entry(failure, None)) for name, one in loaded.items()}
+            yield SharedComponents(ready, None)
             return
-        ready = {name: await share_loaded(store, crew, stack, one, None) for name, one in loaded.items()}
+        ready = {
+            name: await on_all_ranks(one, await share_loaded(store, crew, stack, one, None))
+            for name, one in loaded.items()
+        }
         yield SharedComponents(ready, store)
 
 

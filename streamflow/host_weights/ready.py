@@ -12,6 +12,7 @@ from streamflow.binding.blocks import BoundBlock
 from streamflow.binding.inventory import Inventory
 from streamflow.component_parts import MakeSource
 from streamflow.config import OffloadConfig
+from streamflow.hardware import Hardware
 from streamflow.host_weights.ownership import Ownership
 from streamflow.host_weights.restorer import ArtifactSource
 from streamflow.opening import open_with_source
@@ -77,14 +78,14 @@ def from_entry(
 
 @asynccontextmanager
 async def open_ready(
-    ready: Ready, config: OffloadConfig, device: Device | None, store: HostWeightStore | None
+    ready: Ready, config: OffloadConfig, hardware: Hardware, store: HostWeightStore | None
 ) -> AsyncIterator[Offload]:
     """The offload of a model that is ready."""
     async with AsyncExitStack() as stack:
         inventory = ready.inventory
         if ready.is_skeleton:
             inventory = inventory.with_tensors(stack.enter_context(lend_placeholders(ready.model)))
-        opened = open_with_source(ready.model, inventory, config, ready.make_source, device, ready.report)
+        opened = open_with_source(ready.model, inventory, config, ready.make_source, hardware, ready.report)
         offload = await stack.enter_async_context(opened)
         await stack.enter_async_context(verified_meanwhile(store, [ready], offload))
         yield offload

@@ -12,6 +12,7 @@ from torch import nn
 from streamflow.binding.guards import claimed
 from streamflow.binding.inventory import Inventory
 from streamflow.config import OffloadConfig
+from streamflow.hardware import Hardware
 from streamflow.host_weights.errors import EntryMissingError, report_or_raise
 from streamflow.host_weights.identity import SourceIdentity
 from streamflow.host_weights.load_inputs import LoadInputs
@@ -22,8 +23,8 @@ from streamflow.host_weights.remapping import give_memory_back, remap
 from streamflow.host_weights.restorer import check_restorable
 from streamflow.host_weights.support import check_not_quantized, check_topology
 from streamflow.opening import inventory_of, module_source
+from streamflow.ranks.joint_store import agreed_on_store
 from streamflow.runtime.offload import Offload
-from streamflow.stages.devices.base import Device
 from streamflow.stages.threads import ThreadCrew, open_threads
 from streamflow.store.draft import Draft
 from streamflow.store.errors import EntryRejectedError, StoreError
@@ -36,7 +37,7 @@ from streamflow.support import check_model
 
 @asynccontextmanager
 async def open_shared(
-    model: nn.Module, config: OffloadConfig, inputs: LoadInputs, device: Device | None
+    model: nn.Module, config: OffloadConfig, inputs: LoadInputs, hardware: Hardware
 ) -> AsyncIterator[Offload]:
     """An offload of a loaded model through the store, by its content.
 
@@ -46,7 +47,7 @@ async def open_shared(
     async with open_threads() as crew, AsyncExitStack() as stack:
         stack.enter_context(claimed(model, type(model).__name__))
         inventory = await crew.call(lambda: inventory_of(model, config), name="inventory")
-        loaded = Loaded(model, inventory, config, inputs)
+        loaded = Loaded(type(model).__name__, model, inventory, config, inputs, hardware)
         store = None
         try:
             store = await stack.enter_async_context(open_store(config.store, crew))
@@ -54,17 +55,20 @@ async def open_shared(
             ready = loaded.without_entry(failure, None)
         else:
             ready = await share_loaded(store, crew, stack, loaded, None)
-        yield await stack.enter_async_context(open_ready(ready, config, device, store))
+        ready = await on_all_ranks(loaded, ready)
+        yield await stack.enter_async_context(open_ready(ready, config, hardware, store))
 
 
 @attrs.frozen(eq=False)
 class Loaded:
-    """A loaded, finished and claimed model."""
+    """A loaded, finished and claimed model, which is the component ``name``."""
 
+    name: str
     model: nn.Module
     inventory: Inventory
     config: OffloadConfig
     inputs: LoadInputs
+    hardware: Hardware
 
     def draft(self, identity_inputs: Mapping[str, Any] | None) -> tuple[Ownership, Draft]:
         """What would be published of it.
@@ -87,8 +91,22 @@ class Loaded:
 
     def with_own_tensors(self, report: StoreReport) -> Ready:
         """The model, ready to stream from its own tensors."""
-        make_source = module_source(self.config, report.reason)
+        make_source = module_source(self.name, self.config, report.reason, self.hardware)
         return Ready(model=self.model, inventory=self.inventory, make_source=make_source, report=report)
+
+
+async def on_all_ranks(loaded: Loaded, ready: Ready) -> Ready:
+    """``ready``, if every rank that gathers streams from its entry, or none does; else from the model's own tensors.
+
+    :raises RanksDisagreeError: if the ranks have different weights.
+    """
+    ranks = loaded.hardware.ranks
+    if ranks is None:
+        return ready
+    decision = await agreed_on_store(ranks, loaded.name, ready.report, uses_entry=ready.lease is not None)
+    if decision is None or ready.lease is None:
+        return ready
+    return loaded.with_own_tensors(attrs.evolve(ready.report, reason=decision))
 
 
 async def share_loaded(

@@ -6,6 +6,7 @@ import os
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 
+import attrs
 from torch import nn
 
 from streamflow.binding.guards import claimed
@@ -20,7 +21,8 @@ from streamflow.host_weights.restorer import check_restorable
 from streamflow.host_weights.sharing import Loaded, metadata_of, share_loaded
 from streamflow.host_weights.support import check_not_quantized, check_topology
 from streamflow.model_request import ModelRequest
-from streamflow.opening import backend_of, inventory_of
+from streamflow.opening import inventory_of
+from streamflow.ranks.joint_store import agreed_on_store
 from streamflow.runtime.offload import Offload
 from streamflow.stages.threads import ThreadCrew, open_tasks, open_threads
 from streamflow.store.errors import EntryRejectedError, StoreError, disk_errors
@@ -46,9 +48,9 @@ async def open_through_store(request: ModelRequest) -> AsyncIterator[tuple[Offlo
     async with open_threads() as crew:
         async with AsyncExitStack() as stack:
             opening = _Opening(request, crew, stack)
-            ready = await _or_report(opening)
+            ready = await _on_all_ranks(request, await _or_report(opening))
             if isinstance(ready, Ready):
-                opened = open_ready(ready, request.config, request.device, opening.store)
+                opened = open_ready(ready, request.config, request.hardware, opening.store)
                 yield await stack.enter_async_context(opened), ready.model
                 return
         yield ready
@@ -64,6 +66,22 @@ async def publish_through_store(request: ModelRequest, progress: Progress | None
     async with open_threads() as crew, AsyncExitStack() as stack:
         ready = await _or_report(_Opening(request, crew, stack, progress))
     return ready.report if isinstance(ready, Ready) else ready
+
+
+async def _on_all_ranks(request: ModelRequest, ready: Ready | StoreReport) -> Ready | StoreReport:
+    """``ready``, if every rank that gathers streams from its entry, or none does; else why this one does not, either.
+
+    :raises RanksDisagreeError: if the ranks have different weights.
+    """
+    ranks = request.hardware.ranks
+    if ranks is None:
+        return ready
+    report = ready.report if isinstance(ready, Ready) else ready
+    uses_entry = isinstance(ready, Ready) and ready.lease is not None
+    reason = await agreed_on_store(ranks, "the model", report, uses_entry=uses_entry)
+    if reason is None or not uses_entry:
+        return ready
+    return attrs.evolve(report, outcome=StoreOutcome.CANONICAL_FALLBACK, reason=reason)
 
 
 async def _or_report(opening: _Opening) -> Ready | StoreReport:
@@ -116,7 +134,7 @@ class _Opening:
     async def _probe(self) -> None:
         request = self._request
         on_its_disk = StorePaths(request.config.store.root).format_file
-        await probe_ahead([on_its_disk], request.config, backend_of(request.device, request.config), self._crew)
+        await probe_ahead([on_its_disk], request.config, request.hardware.device, self._crew)
 
     async def _identify(self, skeleton: nn.Module, checkpoint: Checkpoint) -> SourceIdentity:
         request, config = self._request, self._request.config
@@ -196,7 +214,7 @@ class _Opening:
     def _why_the_checkpoint(self) -> str | None:
         """Why blocks are better read from the checkpoint's own files than from an entry yet to be made; None: no."""
         config = self._request.config
-        if backend_of(self._request.device, config).is_host:
+        if self._request.hardware.device.is_host:
             return None
         why_not = why_not_registered_by_options(config, device_is_host=False)
         candidates = [SourceCandidate("artifact"), SourceCandidate("checkpoint")]
@@ -239,7 +257,9 @@ class _Opening:
     ) -> Ready:
         request = self._request
         model = await self._crew.call(lambda: request.load_finished(skeleton, checkpoint, fallback), name="loading")
-        loaded = Loaded(model, await self._claim(model), request.config, request.inputs)
+        loaded = Loaded(
+            type(model).__name__, model, await self._claim(model), request.config, request.inputs, request.hardware
+        )
         return await share_loaded(self.store, self._crew, self._stack, loaded, identity, self._progress)
 
 

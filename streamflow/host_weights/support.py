@@ -8,9 +8,18 @@ from torch import nn
 
 from streamflow.host_weights.errors import NotStorableError
 from streamflow.host_weights.load_inputs import UNREPEATABLE_FORMATS, LoadInputs
+from streamflow.ranks.matrix import Axis, Parallelism, Way, refusals
 from streamflow.store.codes import StoreCode
 from streamflow.weights.topology import WeightTopology
 
+#: What each axis is called that rules the store out.
+_CODES = {
+    Axis.HSDP: StoreCode.UNSUPPORTED_HSDP,
+    Axis.CFG_PARALLEL: StoreCode.UNSUPPORTED_CFG_PARALLEL,
+    Axis.PIPELINE_PARALLEL: StoreCode.UNSUPPORTED_PP,
+    Axis.EXPERT_PARALLEL: StoreCode.UNSUPPORTED_EXPERT_PARALLEL,
+    Axis.ONLINE_QUANTIZATION: StoreCode.UNSUPPORTED_QUANTIZATION,
+}
 #: Packages whose modules hold quantized weights in forms of their own.
 _QUANTIZING_PACKAGES = ("bitsandbytes", "torchao", "optimum", "auto_gptq", "gptqmodel", "awq", "hqq", "eetq", "aqlm")
 #: Attributes by which libraries mark a quantized model.
@@ -29,16 +38,8 @@ def check_topology(topology: WeightTopology, inputs: LoadInputs) -> None:
 def _topology_problems(topology: WeightTopology, inputs: LoadInputs) -> Iterator[tuple[StoreCode, str]]:
     if inputs.load_format in UNREPEATABLE_FORMATS:
         yield StoreCode.UNSUPPORTED_LOAD_FORMAT, f"{inputs.load_format!r} weights have no identity to find them by"
-    if topology.hsdp:
-        yield StoreCode.UNSUPPORTED_HSDP, "HSDP shards parameters after loading, so no rank holds whole ones"
-    if topology.expert_parallel_size > 1:
-        yield StoreCode.UNSUPPORTED_EXPERT_PARALLEL, f"{topology.expert_parallel_size} ranks hold different experts"
-    if topology.cfg_parallel_size > 1:
-        yield StoreCode.UNSUPPORTED_CFG_PARALLEL, f"{topology.cfg_parallel_size} ranks hold different guidance branches"
-    if topology.pipeline_parallel_size > 1:
-        yield StoreCode.UNSUPPORTED_PP, f"{topology.pipeline_parallel_size} ranks hold different stages"
-    if topology.online_quantization is not None:
-        yield StoreCode.UNSUPPORTED_QUANTIZATION, f"{topology.online_quantization!r} converts weights while they load"
+    for row, reason in refusals(Parallelism.of(topology), Way.STORE):
+        yield _CODES[row.axis], reason
     if topology.tensor_parallel_size > 1 and topology.tensor_parallel_rank is None:
         ranks = topology.tensor_parallel_size
         yield StoreCode.PARALLEL_RANK_UNAVAILABLE, f"which of the {ranks} tensor-parallel ranks this is was not said"

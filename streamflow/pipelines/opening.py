@@ -11,22 +11,22 @@ from streamflow.binding.guards import all_claimed
 from streamflow.binding.inventory import Inventory
 from streamflow.component_parts import ComponentToOpen
 from streamflow.config import OffloadConfig
+from streamflow.hardware import Hardware
 from streamflow.host_weights.components import SharedComponents, open_shared_components
 from streamflow.host_weights.load_inputs import LoadInputs
 from streamflow.host_weights.ready import Ready, verified_meanwhile
-from streamflow.opening import backend_of, module_source, resident_blocks
+from streamflow.opening import module_source, resident_blocks
 from streamflow.pipelines.discovery import Component, find_components
 from streamflow.pipelines.guards import PipelineGuards, check_pipeline
 from streamflow.pipelines.inventories import take_inventories
 from streamflow.pipelines.policy import Behaviour, Role, resolve_behaviours
 from streamflow.runtime.offload import Offload
-from streamflow.stages.devices.base import Device
 from streamflow.support import check_model
 
 
 @asynccontextmanager
 async def open_pipeline(
-    pipeline: Any, config: OffloadConfig, reason: str, inputs: LoadInputs, device: Device | None
+    pipeline: Any, config: OffloadConfig, reason: str, inputs: LoadInputs, hardware: Hardware
 ) -> AsyncIterator[Offload]:
     """An offload of a loaded pipeline whose components stream, or move, from their own tensors, for which ``reason`` is
     given; or, with the store on, from the entries of their content.
@@ -47,16 +47,15 @@ async def open_pipeline(
         async with AsyncExitStack() as stack:
             shared: SharedComponents | None = None
             if config.store_mode != "disabled":
-                opened = open_shared_components(modules, inventories, config, inputs)
+                opened = open_shared_components(modules, inventories, config, inputs, hardware)
                 shared = await stack.enter_async_context(opened)
             ready = {} if shared is None else shared.ready
             components = [
-                _to_open(c, behaviours[c.name], inventories[c.name], config, reason, ready.get(c.name)) for c in found
+                _to_open(c, behaviours[c.name], inventories[c.name], config, reason, hardware, ready.get(c.name))
+                for c in found
             ]
             report = None if shared is None else shared.report
-            offload = await stack.enter_async_context(
-                open_components(components, config, backend_of(device, config), report, moves=True)
-            )
+            offload = await stack.enter_async_context(open_components(components, config, hardware, report, moves=True))
             if shared is not None:
                 verified = verified_meanwhile(shared.store, shared.ready.values(), offload)
                 await stack.enter_async_context(verified)
@@ -71,15 +70,18 @@ def _to_open(
     inventory: Inventory,
     config: OffloadConfig,
     reason: str,
+    hardware: Hardware,
     ready: Ready | None,
 ) -> ComponentToOpen:
-    has_residents = behaviour is Behaviour.STREAMED and component.declared.role is Role.TRANSFORMER
+    is_transformer = component.declared.role is Role.TRANSFORMER
+    has_residents = behaviour is Behaviour.STREAMED and is_transformer
     return ComponentToOpen(
         name=component.name,
         module=component.module,
         behaviour=behaviour,
         inventory=inventory,
-        make_source=module_source(config, reason) if ready is None else ready.make_source,
+        make_source=module_source(component.name, config, reason, hardware) if ready is None else ready.make_source,
         residents=resident_blocks(inventory, config) if has_residents else (),
         store=None if ready is None else ready.report,
+        gathers=is_transformer,  # one that encodes runs when its own rank's request needs it
     )

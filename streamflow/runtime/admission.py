@@ -22,6 +22,7 @@ import attrs
 from streamflow.errors import OverloadedError
 from streamflow.stages.errors import EngineClosedError
 from streamflow.stages.places import Place
+from streamflow.stages.ranks.signature import WaveSignature
 from streamflow.stages.signals import LoopEvent
 from streamflow.stages.threads import more_urgent, wait_through
 
@@ -53,6 +54,7 @@ class Turn:
     number: int
     priority: int = 0
     request_id: str | None = None
+    wave: WaveSignature | None = None
     exclusive: frozenset[int] = frozenset()
     waits: bool = True
     withdrawn: bool = False
@@ -122,6 +124,7 @@ class Admission:
         *,
         priority: int = 0,
         request_id: str | None = None,
+        wave: WaveSignature | None = None,
         exclusive: frozenset[int] = frozenset(),
     ) -> Turn:
         """Queue ``occupant``; see `Turn`. From any thread; never blocks.
@@ -129,7 +132,7 @@ class Admission:
         :raises EngineClosedError: if admission is closed.
         :raises OverloadedError: if as many wait as may.
         """
-        turn = Turn(occupant, next(self._numbers), priority, request_id, exclusive)
+        turn = Turn(occupant, next(self._numbers), priority, request_id, wave, exclusive)
         try:
             with self._lock:
                 self._check_room()
@@ -240,7 +243,7 @@ class Admission:
         if turn is not None:
             self._waiting.remove(turn)
             turn.waits = False
-            turn.place, place.request_id = place, turn.request_id
+            turn.place, place.request_id, place.wave = place, turn.request_id, turn.wave
             self._running[place.index] = turn
         return turn
 
@@ -254,5 +257,5 @@ class Admission:
             with self._lock:
                 if turn.stopped_at is not None:
                     self._longest_stop_s = max(self._longest_stop_s, time.monotonic() - turn.stopped_at)
-                place.request_id = None
+                place.request_id = place.wave = None
                 del self._running[place.index]

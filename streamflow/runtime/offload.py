@@ -27,6 +27,7 @@ from streamflow.stages.engine import Engine
 from streamflow.stages.errors import EngineBrokenError, EngineClosedError
 from streamflow.stages.events import ObservedEvent
 from streamflow.stages.observers import DEFAULT_CAPACITY
+from streamflow.stages.ranks.signature import WaveSignature
 from streamflow.stages.residency import Residency
 from streamflow.stages.statistics import EngineStatistics
 from streamflow.stages.threads import open_threads
@@ -107,16 +108,22 @@ class Offload:
         return await self.request().run(work, *args, **kwargs)
 
     def request(
-        self, *, priority: int = 0, deadline_s: float | None = None, request_id: str | None = None
+        self,
+        *,
+        priority: int = 0,
+        deadline_s: float | None = None,
+        request_id: str | None = None,
+        wave: WaveSignature | None = None,
     ) -> OffloadRequest:
         """A request with options of its own, to be run once: ``await offload.request(deadline_s=60).run(work, ...)``.
 
         Of requests that wait, those of higher ``priority`` come first, and equals in their order. ``deadline_s``: how
         long `run` may take, in seconds, waiting included; None: for ever. ``request_id``: its name; None: a number.
+        ``wave``: its steps, where ranks gather the weights together; None: those of the option ``default_wave``.
 
         :raises ConfigurationError: if an option is not usable.
         """
-        problems = list(_request_problems(priority, deadline_s, request_id))
+        problems = list(_request_problems(priority, deadline_s, request_id, wave))
         if problems:
             raise ConfigurationError(problems)
         return OffloadRequest(
@@ -126,6 +133,7 @@ class Offload:
             request_id=f"request {next(self._numbers)}" if request_id is None else request_id,
             priority=priority,
             deadline_s=deadline_s,
+            wave=wave,
         )
 
     async def run_uncounted(self, work: Callable[[], Any]) -> Any:
@@ -239,7 +247,7 @@ class Offload:
         )
 
 
-def _request_problems(priority: object, deadline_s: object, request_id: object) -> Iterator[str]:
+def _request_problems(priority: object, deadline_s: object, request_id: object, wave: object) -> Iterator[str]:
     if isinstance(priority, bool) or not isinstance(priority, int):
         yield f"priority must be an integer, not {priority!r}"
     if deadline_s is not None and (isinstance(deadline_s, bool) or not isinstance(deadline_s, (int, float))):
@@ -248,3 +256,5 @@ def _request_problems(priority: object, deadline_s: object, request_id: object) 
         yield f"deadline_s is {deadline_s} but must be more than 0 seconds; None is no deadline"
     if request_id is not None and (not isinstance(request_id, str) or not request_id):
         yield f"request_id must be a name or None, not {request_id!r}"
+    if wave is not None and not isinstance(wave, WaveSignature):
+        yield f"wave must be a WaveSignature or None, not {wave!r}"

@@ -17,6 +17,7 @@ from streamflow.runtime.requests import Request
 from streamflow.runtime.shared_state import shared_state_of
 from streamflow.spans import request_span
 from streamflow.stages.errors import StreamflowError
+from streamflow.stages.ranks.signature import WaveSignature
 
 Params = ParamSpec("Params")
 Result = TypeVar("Result")
@@ -40,10 +41,12 @@ class OffloadRequest:
         request_id: str,
         priority: int,
         deadline_s: float | None,
+        wave: WaveSignature | None = None,
     ) -> None:
         self.request_id = request_id
         self.priority = priority
         self.deadline_s = deadline_s
+        self.wave = wave
         self._prepare = prepare
         self._admission = admission
         self._outcomes = outcomes
@@ -97,6 +100,7 @@ class OffloadRequest:
             request,
             priority=self.priority,
             request_id=self.request_id,
+            wave=self.wave,
             exclusive=shared_state_of(partial(work, *args, **kwargs)),
         )
         with anyio.move_on_after(self.deadline_s):

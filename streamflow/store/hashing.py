@@ -1,4 +1,4 @@
-"""Hash images on several threads, and hand each chunk on while it is warm; cancelled, it ends at the next chunk."""
+"""Hash images on several threads, and hand on what was hashed; cancelled, it ends at the next chunk."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import anyio
 from streamflow.stages.threads import ThreadCrew, open_tasks
 from streamflow.store.draft import ReadImage
 
-#: What one thread reads, hashes and hands on at a time; small enough to stay in a core's cache.
+#: What one thread reads and hashes at a time; small enough to stay in a core's cache.
 CHUNK_BYTES = 1 << 20
 _REPORT_EVERY_S = 0.1
 
@@ -24,6 +24,13 @@ Progress: TypeAlias = Callable[[int, int], None]
 
 class Sink:
     """What becomes of the bytes that are hashed; called by the hashing threads. This one does nothing."""
+
+    #: The most bytes that `run_bytes` asks for: what each thread has a buffer of.
+    max_run_bytes = CHUNK_BYTES
+
+    def run_bytes(self, image: int, start: int) -> int:
+        """How many bytes of an image to hand over at once, from ``start`` on; at its end there may be fewer."""
+        return CHUNK_BYTES
 
     def write(self, image: int, data: memoryview, start: int) -> None:
         """Bytes of an image, from ``start`` on; each byte comes once."""
@@ -50,23 +57,28 @@ class _Work:
 
     def run(self, thread: int) -> None:
         """Hash images until none is left. Blocks."""
-        buffer = memoryview(bytearray(max(1, min(CHUNK_BYTES, max(self._sizes, default=0)))))
+        buffer = memoryview(bytearray(max(1, min(self._sink.max_run_bytes, max(self._sizes, default=0)))))
         while (number := next(self._next)) < len(self._order):
             image = self._order[number]
             self.digests[image] = self._hash(image, buffer, thread)
 
     def _hash(self, image: int, buffer: memoryview, thread: int) -> str:
-        digest = hashlib.sha256()
-        for start in range(0, self._sizes[image], CHUNK_BYTES):
-            if self.stop.is_set():
-                raise _Stopped
-            chunk = buffer[: min(CHUNK_BYTES, self._sizes[image] - start)]
-            self._read(image, chunk, start)
-            digest.update(chunk)
-            self._sink.write(image, chunk, start)
-            self.done_bytes[thread] += chunk.nbytes
+        digest, start = hashlib.sha256(), 0
+        while start < self._sizes[image]:
+            run = buffer[: min(self._sink.run_bytes(image, start), self._sizes[image] - start)]
+            for offset in range(0, run.nbytes, CHUNK_BYTES):
+                self._hash_chunk(image, run[offset : offset + CHUNK_BYTES], start + offset, digest)
+                self.done_bytes[thread] += min(CHUNK_BYTES, run.nbytes - offset)
+            self._sink.write(image, run, start)
+            start += run.nbytes
         self._sink.finish(image)
         return digest.hexdigest()
+
+    def _hash_chunk(self, image: int, chunk: memoryview, start: int, digest: hashlib._Hash) -> None:
+        if self.stop.is_set():
+            raise _Stopped
+        self._read(image, chunk, start)
+        digest.update(chunk)
 
 
 async def hash_images(
@@ -79,6 +91,8 @@ async def hash_images(
     progress: Progress | None = None,
 ) -> tuple[str, ...]:
     """The SHA-256 of each image, in hexadecimal digits. Each byte is read once, and goes to ``sink`` after its hashing.
+
+    Each thread has a buffer of ``sink.max_run_bytes``.
 
     A cancelled call, or a failed one, ends at the next chunk of each thread, and not before every thread has.
     """

@@ -16,6 +16,9 @@ from streamflow.store.root import StoreRoot
 from streamflow.store.space import check_space
 from streamflow.store.temporaries import Temporary, make_folder, remove_stale, remove_tree, write_fully
 
+#: An entry is written in pieces that end at multiples of this in their file; each hashing thread has a buffer for one.
+#: The page cache keeps what comes in one write in pages as large as it can, and registering takes a time for each page.
+WRITE_BYTES = 16 << 20
 #: Room for the manifest and the folder themselves.
 _EXTRA_BYTES = 4 << 20
 _NOBODY_WRITES = ~0o222
@@ -26,6 +29,8 @@ class EntryWriter(Sink):
 
     Its owner calls `discard` in the end, whatever became of it: nothing is left in ``tmp/`` and nothing stays open.
     """
+
+    max_run_bytes = WRITE_BYTES
 
     def __init__(self, root: StoreRoot, plan: EntryPlan, folder: Temporary) -> None:
         self._root, self._plan, self.folder = root, plan, folder
@@ -54,12 +59,15 @@ class EntryWriter(Sink):
                 raise
             return writer
 
+    def run_bytes(self, image: int, start: int) -> int:
+        return WRITE_BYTES - (self._plan.places[image].offset_bytes + start) % WRITE_BYTES
+
     def write(self, image: int, data: memoryview, start: int) -> None:
         place = self._plan.places[image]
         file = self._data[place.file]
         with disk_errors("writing an entry", file.path):
             write_fully(self._root.files, file.fileno(), data, place.offset_bytes + start)
-        # the disk works while the next chunks are hashed; the fsync at the end has little left to wait for
+        # the disk works while the next runs are hashed; the fsync at the end has little left to wait for
         self._root.files.start_writeback(file.fileno(), place.offset_bytes + start, data.nbytes)
 
     def finish(self, image: int) -> None:

@@ -1,4 +1,4 @@
-"""A device whose copy streams and allocations are recorded; everything else is the device's own."""
+"""A device whose copy and communication streams and allocations are recorded; everything else is the device's own."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class CopySink(Protocol):
 
 
 class TracedStream:
-    """A copy stream with marks around everything that it is given to do."""
+    """A copy or communication stream with marks around everything that it is given to do."""
 
     def __init__(self, inner: Stream, sink: CopySink, fetching: Fetching) -> None:
         self._inner, self._sink, self._fetching = inner, sink, fetching
@@ -88,7 +88,8 @@ class Fetching(threading.local):
 
 
 class TracedDevice:
-    """``inner``, telling ``sink`` about the copy streams that it opens from here on and about its allocations.
+    """``inner``, telling ``sink`` about the copy and communication streams that it opens from here on, and about its
+    allocations.
 
     Opening and closing it opens and closes ``inner``.
     """
@@ -117,6 +118,9 @@ class TracedDevice:
 
     def open_copy_stream(self, name: str) -> Stream:
         return TracedStream(self._inner.open_copy_stream(name), self._sink, self._fetching)
+
+    def open_communication_stream(self, name: str) -> Stream:
+        return TracedStream(self._inner.open_communication_stream(name), self._sink, self._fetching)
 
     def open_compute_stream(self, name: str) -> Stream:
         return self._inner.open_compute_stream(name)

@@ -10,11 +10,19 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 
+from streamflow.ranks.matrix import Axis, Parallelism, Way, refusals
 from streamflow.weights.adapters import CheckpointAdapter, DropAdapter, RenameAdapter, TransformAdapter
 from streamflow.weights.checkpoint_plan import CheckpointFallback, CheckpointPlan, FallbackCode, Needed
 from streamflow.weights.safetensors_header import TensorEntry
 from streamflow.weights.source_matching import SameBytes, SourceMatcher, some
 from streamflow.weights.topology import WeightTopology
+
+#: What each axis is called that rules a checkpoint out.
+_CODES = {
+    Axis.TENSOR_PARALLEL: FallbackCode.UNSUPPORTED_TP,
+    Axis.HSDP: FallbackCode.UNSUPPORTED_HSDP,
+    Axis.ONLINE_QUANTIZATION: FallbackCode.UNSUPPORTED_ONLINE_QUANTIZATION,
+}
 
 
 def preflight(
@@ -64,20 +72,6 @@ def _check_distinct(needed: Iterable[Needed]) -> None:
 
 
 def _unsupported(topology: WeightTopology) -> CheckpointFallback | None:
-    def fallback(code: FallbackCode, problem: str) -> CheckpointFallback:
-        return CheckpointFallback(code, problem, (problem,))
-
-    if topology.tensor_parallel_size > 1:
-        size = topology.tensor_parallel_size
-        return fallback(
-            FallbackCode.UNSUPPORTED_TP, f"each of {size} tensor-parallel ranks holds a part of what the files hold"
-        )
-    if topology.hsdp:
-        return fallback(FallbackCode.UNSUPPORTED_HSDP, "HSDP shards the parameters after loading")
-    if topology.online_quantization is not None:
-        method = topology.online_quantization
-        return fallback(
-            FallbackCode.UNSUPPORTED_ONLINE_QUANTIZATION,
-            f"the online quantization {method!r} converts the weights while they load",
-        )
+    for row, reason in refusals(Parallelism.of(topology), Way.CHECKPOINT):
+        return CheckpointFallback(_CODES[row.axis], reason, (reason,))
     return None

@@ -6,8 +6,10 @@ import ast
 import asyncio
 import functools
 import importlib
+import importlib.util
 import json
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from diffusers import DiffusionPipeline
 from safetensors.torch import save_file
 from starlette.testclient import TestClient
 from torch import nn
+from torch.distributed import run as torchrun
 
 import streamflow
 from streamflow.tools.cli import main
@@ -34,6 +37,7 @@ FOLLOWED = [
     "how-to/share-weights.md",
     "how-to/why-slow.md",
     "index.md",
+    "ranks.md",
     "serving.md",
     "store.md",
     "tutorial.md",
@@ -209,3 +213,23 @@ def test_options_of_another_system_are_taken(reader_for: ReaderFor) -> None:
     reader = reader_for()
     reader.follow("coming-from.md")
     assert reader.names["config"].store_mode == "preferred"
+
+
+def test_the_page_on_ranks_has_a_program_that_can_be_read_and_named(reader_for: ReaderFor, tmp_path: Path) -> None:
+    reader_for().follow("ranks.md")
+    spec = importlib.util.spec_from_file_location("pictures", tmp_path / "pictures.py")
+    assert spec is not None
+    assert spec.loader is not None
+    program = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(program)
+    assert asyncio.iscoroutinefunction(program.main)
+    for line in re.findall(r"^torchrun .*", (DOCS / "ranks.md").read_text(encoding="utf-8"), flags=re.MULTILINE):
+        arguments = torchrun.parse_args(shlex.split(line)[1:])
+        assert (arguments.training_script, arguments.nproc_per_node) == ("pictures.py", "8")
+
+
+def test_the_signatures_on_the_page_on_ranks_can_be_made() -> None:
+    text = (DOCS / "ranks.md").read_text(encoding="utf-8")
+    lines = re.findall(r"^wave = (streamflow\.WaveSignature\(.*\))", text, flags=re.MULTILINE)
+    waves = [eval(line, {"streamflow": streamflow}) for line in lines]
+    assert [wave.num_walks for wave in waves] == [30, 60, 80]

@@ -62,6 +62,7 @@ def test_the_options_of_accelerate() -> None:
 def test_what_is_named_as_the_equivalent_is_there(system: str) -> None:
     own = {field.name for field in attrs.fields(streamflow.OffloadConfig)}
     store = {f"store.{field.name}" for field in attrs.fields(streamflow.StoreOptions)}
+    store |= {f"ranks.{field.name}" for field in attrs.fields(streamflow.RankOptions)}
     functions = {"open_offload", "open_streamed", "build", "checkpoint_dir", "streamflow plan"}
     for row in rows_of(system):
         for named in re.findall(r"`([^`]+)`", row[1]):

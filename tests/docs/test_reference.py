@@ -24,7 +24,15 @@ from tests.docs.blocks import DOCS, PAGES
 
 NAMES = [name for name in streamflow.__all__ if name != "__version__"]
 REFERENCE = (DOCS / "reference.md").read_text(encoding="utf-8")
-OPTIONS = ["LoadInputs", "OffloadConfig", "OffloadPlan", "StoreOptions", "WarmUpRecipe", "WeightTopology"]
+OPTIONS = [
+    "LoadInputs",
+    "OffloadConfig",
+    "OffloadPlan",
+    "RankOptions",
+    "StoreOptions",
+    "WarmUpRecipe",
+    "WeightTopology",
+]
 
 
 def documented() -> Iterator[tuple[str, Any]]:
@@ -67,6 +75,7 @@ def test_tables_say_units_and_defaults_as_they_are() -> None:
     assert "| `close_mode` | `'cut'`, `'drain'` | `'cut'` |" in table
     assert "| `probe_deadline_s` | seconds | `20.0` |" in table
     assert "| `dir_mode` | permission bits | `0o755` |" in options_table("StoreOptions")
+    assert "| `gather_chunk_bytes` | bytes | 64 MiB |" in options_table("RankOptions")
     assert "| `ring_degree` | ranks | `1` |" in options_table("WeightTopology")
 
 

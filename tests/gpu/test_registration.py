@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import mmap
 import re
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from streamflow.stages.registration.plan import Extent
 from streamflow.stages.registration.probe import Verdict, probe
 from streamflow.stages.registration.registration import Registration
 from streamflow.stages.testing.walker import open_device
+from streamflow.tools.bench.pinned_pages import quiet_pinned_pages
 from streamflow.tools.bench.rates import copy_rate
 from streamflow.weights.file_mapping import FileMapping
 from tests.gpu.test_cuda_equality import digest, make, walks
@@ -36,10 +38,20 @@ MIB = 1 << 20
 FILE_BYTES = 512 * MIB
 
 
-def pinned_pages() -> int:
-    """What the kernel counts as pinned and not yet unpinned, in pages, for the whole machine."""
-    counters = dict(line.split() for line in Path("/proc/vmstat").read_text().splitlines())
-    return int(counters["nr_foll_pin_acquired"]) - int(counters["nr_foll_pin_released"])
+def pinned() -> int:
+    """Pages that the kernel counts as pinned, once nothing is on its way any more."""
+    gc.collect()
+    pages = quiet_pinned_pages()
+    assert pages is not None, "this kernel does not count pinned pages"
+    return pages
+
+
+async def pinned_before_and_after(work: Callable[[], Awaitable[None]]) -> tuple[int, int]:
+    """Pinned pages before and after ``work``, done once before that: the driver keeps what it pins at first use."""
+    await work()
+    before = pinned()
+    await work()
+    return before, pinned()
 
 
 @pytest.fixture
@@ -77,8 +89,12 @@ async def test_the_device_registers_read_only_memory_and_the_probe_agrees(mappin
 
 
 async def test_a_registered_mapping_is_pinned_exact_and_given_back(mapping: FileMapping) -> None:
-    device = CudaDevice()
-    before = pinned_pages()
+    before, after = await pinned_before_and_after(lambda: register_and_copy(mapping))
+    assert after == before
+
+
+async def register_and_copy(mapping: FileMapping) -> None:
+    device, before = CudaDevice(), pinned()
     async with open_device(device) as crew:
         registration = registration_of(device, mapping)
         started = time.perf_counter()
@@ -86,7 +102,7 @@ async def test_a_registered_mapping_is_pinned_exact_and_given_back(mapping: File
         registering_s = time.perf_counter() - started
         runs = registration.runs(Extent(0, 0, mapping.nbytes))
         assert len(runs) == FILE_BYTES // (128 * MIB)
-        assert pinned_pages() - before >= FILE_BYTES // mmap.PAGESIZE
+        assert pinned() - before >= FILE_BYTES // mmap.PAGESIZE
         buffer, stream = device.allocate(FILE_BYTES), device.open_copy_stream("copy")
         for run in runs:
             source = view(mapping, run)
@@ -98,7 +114,6 @@ async def test_a_registered_mapping_is_pinned_exact_and_given_back(mapping: File
         del source
         assert await crew.call(registration.close) == ()
         device.free(buffer)
-    assert pinned_pages() == before
     assert registration.registered_bytes == 0
 
 
@@ -162,17 +177,21 @@ async def test_streaming_from_registered_files_is_byte_equal(config: dict[str, A
     x = torch.randn(64, 16, device="cuda")
     expected = [digest(y) for y in walks(build().cuda(), x)]
     options = {"device": "cuda", "poison_freed_slots": True, "store": {"root": str(tmp_path / "store")}, **config}
-    before = pinned_pages()
-    async with streamflow.open_streamed(build, checkpoint, options) as (offload, model):
-        assert [digest(y) for y in await offload.run(walks, model, x)] == expected
-        found = offload.statistics()
-        assert (found.registration.problem, found.choice.transfer) == (None, "direct")
-        assert found.choice.source == ("artifact" if "store_mode" in config else "checkpoint")
-        assert (found.engine.staging_bytes, found.host_image_bytes) == (0, 0)
-        assert pinned_pages() - before >= found.registration.registered_bytes // mmap.PAGESIZE
-        assert registered_in_maps(tmp_path) == {"r--s"}
-    assert pinned_pages() == before
-    assert registered_in_maps(tmp_path) == set()
+
+    async def stream() -> None:
+        start = pinned()
+        async with streamflow.open_streamed(build, checkpoint, options) as (offload, model):
+            assert [digest(y) for y in await offload.run(walks, model, x)] == expected
+            found = offload.statistics()
+            assert (found.registration.problem, found.choice.transfer) == (None, "direct")
+            assert found.choice.source == ("artifact" if "store_mode" in config else "checkpoint")
+            assert (found.engine.staging_bytes, found.host_image_bytes) == (0, 0)
+            assert pinned() - start >= found.registration.registered_bytes // mmap.PAGESIZE
+            assert registered_in_maps(tmp_path) == {"r--s"}
+        assert registered_in_maps(tmp_path) == set()
+
+    before, after = await pinned_before_and_after(stream)
+    assert after == before
 
 
 def registered_in_maps(folder: Path) -> set[str]:
@@ -200,11 +219,14 @@ async def test_a_range_that_the_driver_refuses_makes_it_staged_and_exact(
             registration._registrar.unregister(base)
 
     monkeypatch.setattr(Registration, "open", refused_in_the_end)
-    before = pinned_pages()
     options = {"device": "cuda", "registration_piece_bytes": 64 << 10}
-    async with streamflow.open_streamed(build, tmp_path, options) as (offload, model):
-        assert [digest(y) for y in await offload.run(walks, model, x)] == expected
-        found = offload.statistics()
-    assert found.choice.transfer == "staged"
-    assert "cudaHostRegister of" in (found.registration.problem or "")
-    assert pinned_pages() == before
+
+    async def stream() -> None:
+        async with streamflow.open_streamed(build, tmp_path, options) as (offload, model):
+            assert [digest(y) for y in await offload.run(walks, model, x)] == expected
+            found = offload.statistics()
+        assert found.choice.transfer == "staged"
+        assert "cudaHostRegister of" in (found.registration.problem or "")
+
+    before, after = await pinned_before_and_after(stream)
+    assert after == before

@@ -11,9 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from streamflow.stages.decisions import Walk
 from streamflow.stages.returns import MAX_SHARE_OF_WALK
 from streamflow.stages.walk_sources import SharedWalks, WaitingPass
-from streamflow.stages.walks import Walk, WalkPlanner
+from streamflow.stages.walks import WalkPlanner
 
 WALK_S = 1.0
 

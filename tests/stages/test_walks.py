@@ -7,9 +7,10 @@ from collections.abc import Sequence
 import attrs
 import pytest
 
+from streamflow.stages.decisions import Claim, Decision, Fetch
 from streamflow.stages.returns import Returns
-from streamflow.stages.walk_sources import ImmediateWalks, WaitingPass, WalkChoice, WalkSource
-from streamflow.stages.walks import Claim, Decision, Fetch, WalkPlanner
+from streamflow.stages.walk_sources import ImmediateWalks, WaitingPass, WalkChoice, WalkSource, WithoutWaves
+from streamflow.stages.walks import WalkPlanner
 
 FULL = tuple(range(9))
 SIZES = [(num_blocks, num_slots) for num_blocks in range(1, 10) for num_slots in range(1, 5)]
@@ -385,7 +386,7 @@ def test_a_pass_that_ends_before_its_walk_began_is_in_none() -> None:
 
 
 def test_a_walk_source_chooses_who_walks() -> None:
-    class NewestFirst:
+    class NewestFirst(WithoutWaves):
         def next_walk(self, waiting: Sequence[WaitingPass], returns: Returns, now: float) -> WalkChoice:
             return WalkChoice((waiting[-1].pass_id,) if len(waiting) >= 2 else ())
 

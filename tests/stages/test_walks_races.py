@@ -11,10 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from streamflow.stages.decisions import Claim, Decision, Fetch
 from streamflow.stages.events import BlockReady
 from streamflow.stages.mailbox import Mailbox
 from streamflow.stages.walk_sources import ImmediateWalks, SharedWalks, WalkSource
-from streamflow.stages.walks import Claim, Decision, Fetch, WalkPlanner
+from streamflow.stages.walks import WalkPlanner
 
 
 class Happened:

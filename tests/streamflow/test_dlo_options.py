@@ -28,7 +28,9 @@ def read(config: OffloadConfig, path: str) -> Any:
     ("options", "expected"),
     [
         ({}, {"store_mode": "disabled", "resident_blocks": None, "pin_host_memory": True, "components": None}),
-        ({}, {"host_registration_limit_bytes": None, "store.publication_wait_s": 600}),
+        ({}, {"host_registration_limit_bytes": None, "store.publication_wait_s": 600, "ranks.gather": "auto"}),
+        ({"dlo_use_allgather": True}, {"ranks.gather": "always", "resident_blocks": None, "store_mode": "disabled"}),
+        (RANK_LOCAL, {"ranks.gather": "never"}),
         ({**RANK_LOCAL, "dlo_resident_layers": 3}, {"resident_blocks": 3, "resident_placement": "leading"}),
         ({"dlo_offload_components": {"vae": False, "default": True}}, {"components": {"vae": False, "default": True}}),
         ({"pin_cpu_memory": False}, {"pin_host_memory": False}),
@@ -49,7 +51,6 @@ def test_an_option_does_what_it_does_there(options: dict[str, Any], expected: di
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"dlo_use_allgather": True}, "set it to False"),
         ({"dlo_resident_layers": 2}, r"dlo_resident_layers=2 needs dlo_use_allgather=False"),
         ({"dlo_enable_runtime_cache": True}, "dlo_enable_runtime_cache=True needs dlo_use_allgather=False"),
         ({**RUNTIME, "dlo_use_allgather": True}, "host_weight_runtime_mode='required' needs dlo_use_allgather=False"),

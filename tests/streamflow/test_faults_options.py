@@ -12,6 +12,7 @@ import torch
 import streamflow
 from streamflow import OffloadConfig, OffloadPlan
 from streamflow.errors import ConfigurationError
+from streamflow.ranks.options import RankOptions
 from streamflow.stages.devices.cpu import CpuDevice
 from streamflow.stages.errors import StreamflowError
 from streamflow.store.options import StoreOptions
@@ -42,6 +43,7 @@ EVERY_OPTION: dict[str, Any] = {
     "store_mode": "disabled",
     "remap_after_publish": False,
     "store": StoreOptions(publication_wait_s=5.0),
+    "ranks": RankOptions(gather_chunk_bytes=1 << 20, default_wave={"steps": [["transformer", 3]]}),
     "trace_path": "trace.json",
     "trace_events": 1000,
     "poison_freed_slots": True,
@@ -58,7 +60,7 @@ EVERY_OPTION: dict[str, Any] = {
 }
 
 #: Options that are groups of options.
-GROUPS = {"plan", "topology", "store"}
+GROUPS = {"plan", "topology", "store", "ranks"}
 
 WRONG: dict[str, list[Any]] = {
     "window_blocks": [0, -1, 2.0, True, "2", None],
@@ -87,6 +89,7 @@ WRONG: dict[str, list[Any]] = {
     "store_mode": ["on", None, True],
     "remap_after_publish": [None, 1],
     "store": [{"publication_wait_s": 0}, {"verification": "never"}, {"rot": "/tmp"}, None, "/tmp"],
+    "ranks": [{"gather": "sometimes"}, {"gather_chunk_bytes": 255}, {"gathr": "auto"}, None, "auto"],
     "trace_path": ["", 3, b"trace.json", True],
     "trace_events": [0, -1, 1.5, True, "many"],
     "poison_freed_slots": [None, 0],
@@ -180,6 +183,7 @@ async def test_every_option_arrives_where_it_acts(tmp_path: Path, monkeypatch: p
     assert effective["plan"]["stacks"] == ("blocks",)
     assert effective["topology"]["sequence_parallel_size"] == 2
     assert effective["store"]["publication_wait_s"] == 5.0
+    assert effective["ranks"]["gather_chunk_bytes"] == 1 << 20
     assert statistics.num_resident_blocks == 2
     blocks = blocks_of(CASE.build())
     assert statistics.engine.window_bytes == 3 * largest_block_bytes(blocks)

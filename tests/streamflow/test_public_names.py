@@ -12,6 +12,7 @@ import pytest
 import streamflow
 from streamflow import errors
 from streamflow.host_weights import errors as host_weight_errors
+from streamflow.ranks import errors as rank_errors
 from streamflow.stages import errors as stage_errors
 from streamflow.stages.errors import StreamflowError
 from streamflow.store import errors as store_errors
@@ -20,7 +21,7 @@ from streamflow.weights import errors as weight_errors
 NAMES = [name for name in streamflow.__all__ if name != "__version__"]
 ERRORS: set[type[BaseException]] = {
     cls
-    for module in (errors, stage_errors, weight_errors, store_errors, host_weight_errors)
+    for module in (errors, stage_errors, weight_errors, store_errors, host_weight_errors, rank_errors)
     for cls in vars(module).values()
     if inspect.isclass(cls) and issubclass(cls, BaseException) and cls.__module__ == module.__name__
 }

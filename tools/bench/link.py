@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import save_file
 
 import streamflow
-from streamflow.opening import make_device
+from streamflow.hardware import make_device
 from streamflow.stages.devices.base import Device, Stream
 from streamflow.stages.host_memory import allocate_host
 from streamflow.stages.registration.page_lock import PageLock

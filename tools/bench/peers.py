@@ -11,15 +11,16 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import attrs
 import torch
 from torch import nn
 
-from streamflow.tools.bench.children import ask_child
+from streamflow.tools.bench.children import ChildAnswer, ask_child
 from streamflow.tools.bench.flux_shaped import FluxShape
+from streamflow.tools.bench.time_limit import TimeLimit
 
 WORKER = "streamflow.tools.bench.peer_worker"
 #: Making the model and page-locking it takes most of this.
@@ -112,30 +113,32 @@ class Standard:
 
 
 async def measure_peers(
-    standards: list[Standard], shape: FluxShape, dtype: torch.dtype, num_text: int, num_steps: int, device: torch.device
-) -> list[PeerReading]:
-    """Every peer at every size, one after the other."""
-    readings: list[PeerReading] = []
+    standards: list[Standard],
+    shape: FluxShape,
+    dtype: torch.dtype,
+    num_text: int,
+    num_steps: int,
+    device: torch.device,
+    limit: TimeLimit,
+) -> AsyncIterator[PeerReading]:
+    """Every peer at every size, one after the other; one that is not done when the limit ends is killed."""
     for peer in PEERS.values():
         if importlib.util.find_spec(peer.library) is None:
-            readings += [_without(peer, standard, f"{peer.library} is not installed") for standard in standards]
-            continue
-        question = PeerQuestion(
-            peer.name,
-            attrs.asdict(shape),
-            str(dtype).removeprefix("torch."),
-            [standard.image_px for standard in standards],
-            num_text,
-            num_steps,
-            str(device),
-        )
-        found = await ask_child(WORKER, attrs.asdict(question), PEER_TIMEOUT_S)
-        for standard in standards:
-            sizes = {} if found.values is None else found.values["sizes"]
-            told = sizes.get(str(standard.image_px))
-            problem = found.problem or "it has no reading"
-            readings.append(_without(peer, standard, problem) if told is None else _reading(peer, standard, told))
-    return readings
+            for standard in standards:
+                yield _without(peer, standard, f"{peer.library} is not installed")
+        elif standards and limit.is_before(peer.name):
+            question = PeerQuestion(
+                peer.name,
+                attrs.asdict(shape),
+                str(dtype).removeprefix("torch."),
+                [standard.image_px for standard in standards],
+                num_text,
+                num_steps,
+                str(device),
+            )
+            found = await ask_child(WORKER, attrs.asdict(question), min(PEER_TIMEOUT_S, limit.left_s))
+            for standard in standards:
+                yield _told(peer, standard, found)
 
 
 def _version(peer: Peer) -> str | None:
@@ -143,6 +146,16 @@ def _version(peer: Peer) -> str | None:
         return importlib.metadata.version(peer.library)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def _told(peer: Peer, standard: Standard, found: ChildAnswer) -> PeerReading:
+    sizes = {} if found.values is None else found.values["sizes"]
+    told = sizes.get(str(standard.image_px))
+    return (
+        _without(peer, standard, found.problem or "it has no reading")
+        if told is None
+        else _reading(peer, standard, told)
+    )
 
 
 def _without(peer: Peer, standard: Standard, problem: str) -> PeerReading:

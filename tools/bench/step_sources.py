@@ -6,7 +6,6 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import anyio.to_thread
 import attrs
@@ -31,18 +30,19 @@ class StepSource:
 
     @asynccontextmanager
     async def opened(
-        self, model: FluxShaped, options: dict[str, Any]
+        self, model: FluxShaped, config: streamflow.OffloadConfig
     ) -> AsyncIterator[tuple[streamflow.Offload, nn.Module]]:
         """An offload of ``model``, or of one with its weights, from this source."""
         if self.name == "module":
-            async with streamflow.open_offload(model, options) as offload:
+            async with streamflow.open_offload(model, config) as offload:
                 yield offload, model
             return
         checkpoint = await anyio.to_thread.run_sync(partial(self._checkpoint, model))
         if self.name == "store":
-            headroom = {"free_space_headroom_bytes": 0, "free_space_headroom_fraction": 0.0}
-            options = {**options, "store_mode": "preferred", "store": {"root": str(self.folder / "store"), **headroom}}
-        async with streamflow.open_streamed(self._build, checkpoint, options) as streamed:
+            root = str(self.folder / "store")
+            store = streamflow.StoreOptions(root=root, free_space_headroom_bytes=0, free_space_headroom_fraction=0.0)
+            config = attrs.evolve(config, store_mode="preferred", store=store)
+        async with streamflow.open_streamed(self._build, checkpoint, config) as streamed:
             yield streamed
 
     def _build(self) -> nn.Module:

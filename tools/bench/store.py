@@ -22,12 +22,14 @@ from torch import nn
 
 import streamflow
 from streamflow.config import OffloadConfig
+from streamflow.hardware import Hardware
 from streamflow.host_weights.load_inputs import LoadInputs
 from streamflow.host_weights.ownership import ownership_of
 from streamflow.host_weights.producer import draft_of_checkpoint
 from streamflow.host_weights.sharing import metadata_of
 from streamflow.model_request import ModelRequest
 from streamflow.opening import inventory_of
+from streamflow.stages.devices.cpu import CpuDevice
 from streamflow.stages.progress import tracked
 from streamflow.stages.threads import ThreadCrew, open_threads
 from streamflow.store.draft import Draft
@@ -119,7 +121,7 @@ class _Subject:
             finalize=None,
             adapters=(),
             inputs=LoadInputs(),
-            device=None,
+            hardware=Hardware(CpuDevice()),
         )
 
 

@@ -60,3 +60,8 @@ def save_model(directory: Path, num_blocks: int) -> int:
 def an_input() -> torch.Tensor:
     """An input of the model."""
     return torch.linspace(-1, 1, 64)[None]
+
+
+def is_host(device: str) -> bool:
+    """Whether what is on this device is on the host."""
+    return torch.device(device).type == "cpu"

@@ -20,7 +20,7 @@ import click
 import torch
 
 import streamflow
-from streamflow.opening import make_device
+from streamflow.hardware import make_device
 from streamflow.stages.devices.base import Device
 from streamflow.stages.devices.cpu import CpuDevice
 from streamflow.stages.threads import open_threads

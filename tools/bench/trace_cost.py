@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 import streamflow
-from streamflow.opening import make_device
+from streamflow.hardware import make_device
 from streamflow.stages.devices.base import Device
 from streamflow.stages.devices.cpu import CpuDevice
 from streamflow.stages.events import BlockLeft, FetchIssued, FetchStarted, ObservedEvent, SlotFree
@@ -42,12 +42,12 @@ AIM_US, AIM_SHARE = 5.0, 0.02
 #: Seconds that a block computes on the cpu device, by sleeping, and that its transfer takes.
 BLOCK_S, TRANSFER_S = 0.02, 0.01
 NUM_BLOCKS, NBYTES = 24, 1 << 20
-#: On CUDA: blocks of FLUX.1's shape, at a size where one computes for about 20 ms.
-CUDA_SHAPE, CUDA_PX, CUDA_TEXT = FluxShape(num_double=4, num_single=8), 2048, 512
+#: On CUDA: blocks of FLUX.1's shape (2.5 GB), at a size where one computes for about 20 ms.
+CUDA_SHAPE, CUDA_PX, CUDA_TEXT = FluxShape(num_double=2, num_single=4), 2048, 512
 #: Walks of one reading: the first follows other work, the others are timed.
 WALKS_AT_ONCE = 3
 #: Events that are kept: so few that old ones are dropped all the time, as in a process that runs for long.
-CAPACITY = 1000
+CAPACITY = 400
 
 
 @attrs.frozen
@@ -86,8 +86,13 @@ class _Reading:
     cpu_s: float
 
 
-async def measure_trace_cost(device: str | None, num_rounds: int, on_round: Callable[[], None]) -> TraceCost:
-    """The cost on ``device`` (None: cuda where there is one)."""
+async def measure_trace_cost(
+    device: str | None, num_rounds: int, on_round: Callable[[], None], keep: Path | None = None
+) -> TraceCost:
+    """The cost on ``device`` (None: cuda where there is one). ``keep``: where the trace is written in the end.
+
+    :raises TraceWriteError: if it cannot be.
+    """
     config = streamflow.OffloadConfig(device=device)
     plain, recorded = _subject(config), _subject(config)
     with_trace = attrs.evolve(config, trace_events=CAPACITY)
@@ -96,13 +101,17 @@ async def measure_trace_cost(device: str | None, num_rounds: int, on_round: Call
         streamflow.open_offload(recorded.model, with_trace, device=recorded.device) as traced,
     ):
         await _walk(without, plain)
-        await _walk(traced, recorded)
-        before = await _num_events(traced)
+        before = 0
+        while not before:
+            await _walk(traced, recorded)
+            before = await _num_dropped(traced)
         pairs: list[tuple[_Reading, _Reading]] = []
         for _ in range(num_rounds):
             pairs.append((await _walk(without, plain), await _walk(traced, recorded)))
             on_round()
-        num_events = (await _num_events(traced) - before) / num_rounds / WALKS_AT_ONCE
+        num_events = (await _num_dropped(traced) - before) / num_rounds / WALKS_AT_ONCE
+        if keep is not None:
+            await traced.write_trace(keep)
     return _cost(pairs, num_events, plain.num_blocks)
 
 
@@ -112,7 +121,7 @@ def _subject(config: streamflow.OffloadConfig) -> _Subject:
         model: nn.Module = SleepingModel(NUM_BLOCKS, NBYTES, BLOCK_S)
         backend = CpuDevice(link_bytes_per_s=NBYTES / TRANSFER_S, compute_units=1)
         return _Subject(model, backend, lambda: model(torch.zeros(1)), NUM_BLOCKS)
-    model = random_model(CUDA_SHAPE, torch.bfloat16, torch.device("cpu"))
+    model = random_model(CUDA_SHAPE, torch.bfloat16, device).to("cpu")  # one core takes 10 s to draw so many weights
     inputs = random_inputs(CUDA_SHAPE, CUDA_PX, CUDA_TEXT, torch.bfloat16, device)
     num_blocks = CUDA_SHAPE.num_double + CUDA_SHAPE.num_single
     return _Subject(model, make_device(config), lambda: model(*inputs), num_blocks)
@@ -127,8 +136,8 @@ async def _walk(offload: streamflow.Offload, subject: _Subject) -> _Reading:
     return await offload.run(walk)
 
 
-async def _num_events(offload: streamflow.Offload) -> int:
-    """Events recorded so far."""
+async def _num_dropped(offload: streamflow.Offload) -> int:
+    """Events dropped so far: from the first one on, each that is recorded drops another."""
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "trace.json"
         await offload.write_trace(path)
@@ -179,12 +188,13 @@ def busy_event_us(num_times: int = 5000) -> float:
     "--rounds", type=click.IntRange(1), default=6, show_default=True, help="Of walks without and with a trace."
 )
 @click.option("--device", default=None, help="cuda, cuda:N or cpu; default: cuda where there is one.")
+@click.option("--keep", type=click.Path(dir_okay=False, path_type=Path), help="Write the trace of the last walks here.")
 @click.option("--json", "as_json", is_flag=True, help="Print the reading as one JSON object.")
-def trace(rounds: int, device: str | None, *, as_json: bool) -> None:
+def trace(rounds: int, device: str | None, keep: Path | None, *, as_json: bool) -> None:
     """Cost of recording a trace: CPU time for each event, and a recorded walk over one that is not."""
     with shown_progress() as progress:
         bar = progress.add_task("rounds", total=rounds)
-        cost = anyio.run(measure_trace_cost, device, rounds, lambda: progress.advance(bar))
+        cost = anyio.run(measure_trace_cost, device, rounds, lambda: progress.advance(bar), keep)
     if as_json:
         where = environment(streamflow.OffloadConfig(device=device).torch_device())
         print_json({"benchmark": "trace", "environment": where, "reading": attrs.asdict(cost)})

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from streamflow.config import OffloadConfig
+from streamflow.hardware import make_device
 from streamflow.loaded import open_offload
-from streamflow.opening import make_device
 from streamflow.runtime.statistics import OffloadStatistics
 from streamflow.stages.devices.cpu import CpuDevice
 from streamflow.stages.threads import open_threads

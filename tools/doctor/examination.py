@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 
 from streamflow.config import OffloadConfig
+from streamflow.hardware import make_device
 from streamflow.host_limits import available_host_bytes, cgroup_available_bytes, pinnable_host_bytes
-from streamflow.opening import make_device
 from streamflow.stages.devices.base import Device
 from streamflow.stages.errors import StreamflowError
 from streamflow.stages.threads import ThreadCrew, open_threads

@@ -12,10 +12,12 @@ import torch
 
 from streamflow.config import OffloadConfig
 from streamflow.diffusers_models import diffusers_builder
+from streamflow.hardware import Hardware
 from streamflow.host_weights.load_inputs import LoadInputs
 from streamflow.host_weights.streaming import publish_through_store
 from streamflow.model_request import ModelRequest
 from streamflow.plan import OffloadPlan
+from streamflow.stages.devices.cpu import CpuDevice
 from streamflow.store.reports import StoreReport
 from streamflow.tools.store.options import options_at, store_command
 from streamflow.tools.terminal import byte_progress, fact_table, print_json, result_console
@@ -57,7 +59,7 @@ def publish(model_dir: Path, dtype: str | None, stacks: tuple[str, ...], root: P
         finalize=None,
         adapters=(),
         inputs=LoadInputs(),
-        device=None,
+        hardware=Hardware(CpuDevice()),
     )
     with byte_progress(f"publishing {model_dir}") as progress:
         report = anyio.run(lambda: publish_through_store(request, progress))

@@ -106,6 +106,21 @@ async def test_a_copy_comes_after_the_compute_it_waits_for(device: Device) -> No
         device.free(buffer)
 
 
+async def test_communication_comes_after_the_copy_it_waits_for_and_before_who_waits_for_it(device: Device) -> None:
+    async with open_device(device) as crew:
+        buffer, second = device.allocate(NBYTES), device.allocate(NBYTES)
+        copies, communication = device.open_copy_stream("copy"), device.open_communication_stream("communication")
+        copies.copy(buffer, host(5))
+        communication.wait(copies.record())
+        communication.submit(partial(_increment, buffer), NBYTES)
+        copies.wait(communication.record())
+        copies.copy(second, buffer)
+        await crew.call(copies.record().wait)
+        assert values_in(second) == {6}
+        device.free(buffer)
+        device.free(second)
+
+
 async def test_submitted_work_runs_in_the_streams_turn(device: Device) -> None:
     async with open_device(device) as crew:
         buffer = device.allocate(NBYTES)
@@ -181,7 +196,8 @@ async def test_work_of_the_caller_can_be_waited_for(device: Device) -> None:
 
 async def test_streams_are_never_the_same(device: Device) -> None:
     async with open_device(device):
-        streams = [device.open_copy_stream("copy"), *(device.open_compute_stream(str(i)) for i in range(8))]
+        streams = [device.open_copy_stream("copy"), *(device.open_compute_stream(str(i)) for i in range(7))]
+        streams.append(device.open_communication_stream("communication"))
         raw = {getattr(stream, "raw", stream) for stream in streams}
         assert len(raw) == 9
 

@@ -33,12 +33,37 @@ async def test_copies_take_their_bytes_over_the_links_rate(monkeypatch: pytest.M
     assert slept == [0.5, 2.0, 0.0]
 
 
+async def test_ranks_send_to_each_other_over_a_link_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr(cpu, "time", SimpleNamespace(perf_counter=lambda: 0.0, sleep=slept.append))
+    device = CpuDevice(link_bytes_per_s=1000.0, peer_bytes_per_s=8000.0)
+    entered, gate = threading.Event(), threading.Event()
+
+    def block() -> None:
+        entered.set()
+        gate.wait()
+
+    async with open_device(device) as crew:
+        copies, communication = device.open_copy_stream("copy"), device.open_communication_stream("communication")
+        copies.submit(block, 500)
+        await crew.call(entered.wait)
+        communication.submit(lambda: None, 2000)  # while the host's link is in use
+        await crew.call(communication.record().wait)
+        assert slept == [0.25]
+        gate.set()
+        await crew.call(copies.record().wait)
+    assert slept == [0.25, 0.5]
+
+
 async def test_without_a_link_nothing_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
     slept: list[float] = []
     monkeypatch.setattr(cpu, "time", SimpleNamespace(perf_counter=lambda: 0.0, sleep=slept.append))
     device = CpuDevice()
     async with open_device(device) as crew:
         stream = device.open_copy_stream("copy")
+        stream.submit(lambda: None, 1 << 40)
+        await crew.call(stream.record().wait)
+        stream = device.open_communication_stream("communication")
         stream.submit(lambda: None, 1 << 40)
         await crew.call(stream.record().wait)
     assert slept == []
@@ -83,8 +108,9 @@ async def test_as_many_blocks_compute_at_once_as_there_are_units(units: int | No
 
 async def test_copy_streams_are_made_while_the_device_is_open() -> None:
     device = CpuDevice()
-    with pytest.raises(RuntimeError, match="between open and close"):
-        device.open_copy_stream("copy")
+    for open_stream in (device.open_copy_stream, device.open_communication_stream):
+        with pytest.raises(RuntimeError, match="between open and close"):
+            open_stream("copy")
     async with open_device(device):
         device.open_copy_stream("copy")
     with pytest.raises(RuntimeError, match="between open and close"):

@@ -40,7 +40,8 @@ def test_no_stream_is_handed_out_twice(cuda: FakeCuda) -> None:
     for _ in range(POOL_SIZE - 5):
         cuda.new_stream(device.torch_device)  # others use the pool too: it wraps around under us
     streams = [device.open_copy_stream("copy"), *(device.open_compute_stream(str(i)) for i in range(20))]
-    assert len({raw(stream).cuda_stream for stream in streams}) == 21
+    streams.append(device.open_communication_stream("communication"))
+    assert len({raw(stream).cuda_stream for stream in streams}) == 22
 
 
 def test_streams_stay_apart_while_others_take_from_the_pool_too(cuda: FakeCuda) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 
@@ -10,7 +12,7 @@ from streamflow.stages.errors import DeviceStreamError, HostRegistrationError
 from streamflow.stages.registration.page_lock import PageLock
 from streamflow.stages.signals import LoopEvent
 from streamflow.stages.slots import POISON
-from streamflow.stages.testing.queues import SimLeftoverError, SimStuckError
+from streamflow.stages.testing.queues import Machine, NotYet, SimLeftoverError, SimStuckError
 from streamflow.stages.testing.sim import SimDevice, SimStream
 from streamflow.stages.testing.walker import open_device
 
@@ -180,4 +182,66 @@ async def test_closing_in_use_is_an_error_that_counts_what_is_left() -> None:
     device.drain()
     device.free(buffer)
     lock.release()
+    device.close()
+
+
+# Devices of several ranks, and work that waits for others
+
+
+def test_devices_of_one_machine_are_moved_together_and_close_for_themselves() -> None:
+    machine = Machine(0)
+    first, second = SimDevice(0, machine=machine), SimDevice(0, machine=machine)
+    a, b = first.open_copy_stream("copy"), second.open_copy_stream("copy")
+    a.wait(b.record())
+    assert (first.num_queued("copy"), second.num_queued("copy")) == (1, 1)
+    a.record().wait()
+    first.close()
+    second.open_copy_stream("late").record()
+    first.close()
+    with pytest.raises(SimLeftoverError, match="'late': 1"):
+        second.close()
+    second.drain()
+    second.close()
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_work_that_must_wait_is_done_again_once_it_may_be(seed: int) -> None:
+    device = SimDevice(seed)
+    waiting, other = device.open_communication_stream("waiting"), device.open_communication_stream("other")
+    happened: list[str] = []
+
+    def wait_for_the_other() -> None:
+        if "other" not in happened:
+            raise NotYet(lambda: "other" in happened)
+        happened.append("waiting")
+
+    waiting.submit(wait_for_the_other)
+    waiting.submit(lambda: happened.append("behind it"))
+    done = waiting.record()
+    other.submit(lambda: happened.append("other"))
+    done.wait()
+    assert happened == ["other", "waiting", "behind it"]
+    device.drain()
+    device.close()
+
+
+def test_who_waits_for_work_that_waits_is_woken_from_outside() -> None:
+    machine = Machine(0)
+    device = SimDevice(0, machine=machine)
+    stream = device.open_communication_stream("communication")
+    may_go: list[bool] = []
+    tried = threading.Event()
+
+    def work() -> None:
+        tried.set()
+        if not may_go:
+            raise NotYet(lambda: bool(may_go))
+
+    stream.submit(work)
+    waiter = threading.Thread(target=stream.record().wait)
+    waiter.start()
+    tried.wait()
+    may_go.append(True)
+    machine.look_again()
+    waiter.join()
     device.close()

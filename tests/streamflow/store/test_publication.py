@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import stat
 from pathlib import Path
+from typing import Any
 
 import anyio
 import attrs
@@ -23,6 +24,7 @@ from streamflow.store.errors import (
 from streamflow.store.files import FileOperations
 from streamflow.store.hashing import CHUNK_BYTES
 from streamflow.store.packing import file_name
+from streamflow.store.writing import WRITE_BYTES
 from tests.streamflow.store.kit import Scripted, model, opened, tree, unfinished
 
 pytestmark = pytest.mark.anyio
@@ -62,6 +64,31 @@ async def test_every_byte_is_read_once(root: Path) -> None:
     for image, stored in enumerate(made.images):
         pieces = sorted((start, end) for found, start, end in seen if found == image)
         assert [0, *(end for _, end in pieces)] == [*(start for start, _ in pieces), stored.nbytes]
+
+
+async def test_what_is_large_is_written_in_large_pieces_that_end_at_round_offsets(root: Path) -> None:
+    made = model(image_bytes=(5 << 20, 2 * WRITE_BYTES + 512))
+    ends: dict[int, list[tuple[int, int]]] = {}
+
+    def before(number: int, operation: str, arguments: tuple[Any, ...]) -> None:
+        if operation == "pwrite":
+            fd, data, offset = arguments
+            ends.setdefault(fd, []).append((offset, offset + data.nbytes))
+
+    async with opened(root, Scripted(before)) as store:
+        published = await store.publish(made.draft(), source_id=None)
+        lease = await store.lease(published.content_id)
+        assert lease is not None
+        with lease:
+            first, second = (lease.place(image).offset_bytes for image in (0, 1))
+            await store.verify(lease)
+    pieces = sorted(max(ends.values(), key=lambda found: found[-1]))[1:]  # without the header
+    assert pieces == [
+        (first, first + (5 << 20)),
+        (second, WRITE_BYTES),
+        (WRITE_BYTES, 2 * WRITE_BYTES),
+        (2 * WRITE_BYTES, second + 2 * WRITE_BYTES + 512),
+    ]
 
 
 async def test_the_content_id_is_known_without_writing(root: Path) -> None:

@@ -1,0 +1,38 @@
+"""The thread in which a rank's end of the control star waits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar
+
+from streamflow.stages.signals import LoopEvent
+from streamflow.stages.threads import ThreadCrew, wait_through
+
+Result = TypeVar("Result")
+
+
+class ControlThread:
+    """Runs one call at a time, off the loop. It ends with the crew."""
+
+    def __init__(self, crew: ThreadCrew) -> None:
+        self._thread = crew.start("streamflow ranks")
+
+    async def call(self, work: Callable[[], Result]) -> Result:
+        """What ``work`` returns or raises. A cancelled call waits for it all the same."""
+        outcome: Future[Result] = Future()
+        done = LoopEvent()
+
+        def run() -> None:
+            try:
+                outcome.set_result(work())
+            except BaseException as failure:
+                outcome.set_exception(failure)
+            finally:
+                done.set()
+
+        self._thread.submit(run)
+        absorbed = await wait_through(done)
+        if absorbed is not None:
+            raise absorbed
+        return outcome.result()

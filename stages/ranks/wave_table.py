@@ -1,0 +1,141 @@
+"""What the coordinating rank decides from what all ranks say. Pure: no torch, no clock, no task."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import attrs
+
+from streamflow.stages.ranks.local_waves import WaveProgress
+from streamflow.stages.ranks.messages import (
+    Closing,
+    Ending,
+    Proposal,
+    RankReply,
+    RankStatus,
+    RequestStatus,
+    Verdict,
+    WaveBegin,
+)
+from streamflow.stages.ranks.options import WaveOptions
+
+
+class WaveTable:
+    """The waves of a gather group, from round to round.
+
+    Every round has one status of each rank, and one reply to each. What a reply says has been done by the rank when it
+    speaks next. Then: there are never two waves at once; all ranks begin the same ones in the same order; a wave has
+    the same number of walks on all, at least as many as any of them was told or promised that it may start; and while
+    rounds go on, every request begins, is refused, or is timed out.
+    """
+
+    def __init__(self, options: WaveOptions) -> None:
+        self._options = options
+        self._wave = 0
+        self._end_is_agreed = False
+
+    def decide(self, statuses: Sequence[RankStatus]) -> list[RankReply]:
+        """The replies to ``statuses``, both by rank."""
+        verdict = self._verdict(statuses)
+        if verdict is not None:
+            return [RankReply(verdict=verdict)] * len(statuses)
+        end_after = self._agreed_end(statuses)
+        begins = self._begin(statuses) if end_after is None else [None] * len(statuses)
+        shared = RankReply(
+            hold=end_after is None and self._should_hold(statuses),
+            end_after=end_after,
+            agreed=_agreed(statuses),
+            is_busy=any(map(_is_busy, statuses)),
+        )
+        return [
+            attrs.evolve(shared, begin=begin, timed_out=self._timed_out(status, begin))
+            for status, begin in zip(statuses, begins, strict=True)
+        ]
+
+    def _verdict(self, statuses: Sequence[RankStatus]) -> Verdict | None:
+        for rank, status in enumerate(statuses):
+            if status.failure is not None:
+                return Verdict(Ending.FAILED, rank, status.failure)
+            if status.progress is not None and status.progress.wave != self._wave:
+                reason = (
+                    f"it is in wave {status.progress.wave} while the ranks are in {self._wave}; report this as a bug"
+                )
+                return Verdict(Ending.FAILED, rank, reason)
+        for rank, status in enumerate(statuses):
+            is_time = all(s.progress is None or s.progress.is_over for s in statuses)
+            if status.closing is Closing.NOW or (status.closing is Closing.WHEN_OVER and is_time):
+                return Verdict(Ending.CLOSED, rank, "")
+        return None
+
+    def _begin(self, statuses: Sequence[RankStatus]) -> Sequence[WaveBegin | None]:
+        """A wave, told to each rank, if it is time for one."""
+        oldest = _oldest(statuses)
+        if oldest is None or not all(map(_can_begin, statuses)) or not self._is_time(oldest[1], statuses):
+            return [None] * len(statuses)
+        self._wave += 1
+        self._end_is_agreed = False
+        return [self._begin_for(status, *oldest) for status in statuses]
+
+    def _is_time(self, oldest: RequestStatus, statuses: Iterable[RankStatus]) -> bool:
+        num_alike = min(sum(r.signature == oldest.signature for r in status.waiting) for status in statuses)
+        return num_alike >= self._options.max_passes or oldest.waited_s >= self._options.window_s
+
+    def _begin_for(self, status: RankStatus, rank: int, oldest: RequestStatus) -> WaveBegin:
+        alike = [r.ticket for r in status.waiting if r.signature == oldest.signature]
+        return WaveBegin(
+            self._wave,
+            oldest.signature,
+            f"request {oldest.name!r} of rank {rank}",
+            members=tuple(alike[: self._options.max_passes]),
+            refused=tuple(r.ticket for r in status.waiting if r.signature != oldest.signature),
+        )
+
+    def _timed_out(self, status: RankStatus, begin: WaveBegin | None) -> tuple[int, ...]:
+        answered = () if begin is None else (*begin.members, *begin.refused)
+        return tuple(
+            request.ticket
+            for request in status.waiting
+            if request.waited_s >= self._options.deadline_s and request.ticket not in answered
+        )
+
+    def _should_hold(self, statuses: Sequence[RankStatus]) -> bool:
+        """Whether the wave is to end early: no rank has a member left, and some have walks left to start."""
+        progresses = _progresses(statuses)
+        if self._end_is_agreed or not progresses or any(progress.num_live for progress in progresses):
+            return False
+        return any(progress.num_started < progress.num_walks for progress in progresses)
+
+    def _agreed_end(self, statuses: Sequence[RankStatus]) -> int | None:
+        """The number of walks that the wave ends after, once all ranks have promised."""
+        promises = [status.promise for status in statuses if status.promise is not None]
+        if self._end_is_agreed or len(promises) < len(statuses):
+            return None
+        self._end_is_agreed = True
+        return max(promises)
+
+
+def _oldest(statuses: Sequence[RankStatus]) -> tuple[int, RequestStatus] | None:
+    """The request that has waited longest, and its rank; of equal ones, that of the lowest rank."""
+    first = [(rank, status.waiting[0]) for rank, status in enumerate(statuses) if status.waiting]
+    return max(first, key=lambda found: found[1].waited_s, default=None)
+
+
+def _can_begin(status: RankStatus) -> bool:
+    return status.progress is not None and status.progress.is_over
+
+
+def _progresses(statuses: Iterable[RankStatus]) -> list[WaveProgress]:
+    """How far the ranks are; empty until there is a wave, which all are in."""
+    return [status.progress for status in statuses if status.progress is not None and status.progress.wave]
+
+
+def _agreed(statuses: Sequence[RankStatus]) -> tuple[Proposal, ...] | None:
+    proposals = tuple(status.proposal for status in statuses if status.proposal is not None)
+    return proposals if len(proposals) == len(statuses) else None
+
+
+def _is_busy(status: RankStatus) -> bool:
+    """Whether something waits that another rank has to do."""
+    progress = status.progress
+    is_ending = progress is not None and not progress.is_over and not progress.num_live
+    return bool(status.waiting) or status.proposal is not None or status.closing is not Closing.NO or is_ending
