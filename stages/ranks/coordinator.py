@@ -6,7 +6,6 @@ done on the loop.
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -15,12 +14,13 @@ from typing import Any
 import anyio
 import attrs
 
+from streamflow.stages.ranks.agreements import Agreements
 from streamflow.stages.ranks.control import COORDINATING, Control
 from streamflow.stages.ranks.control_thread import ControlThread
 from streamflow.stages.ranks.duties import Duties
-from streamflow.stages.ranks.errors import RankError, RanksDisagreeError
+from streamflow.stages.ranks.errors import RankError
 from streamflow.stages.ranks.local_waves import LocalWaves
-from streamflow.stages.ranks.messages import Closing, Ending, Proposal, RankReply, RankStatus, Verdict
+from streamflow.stages.ranks.messages import Closing, Ending, RankReply, RankStatus, Verdict
 from streamflow.stages.ranks.options import WaveOptions
 from streamflow.stages.ranks.rounds import Rounds, open_rounds
 from streamflow.stages.signals import LoopEvent, loop_waker
@@ -44,8 +44,7 @@ class Coordinator:
         self._news = anyio.Event()
         self._is_busy = True
         self._duties: Duties | None = None
-        self._turn = anyio.Lock()
-        self._agreement: _Agreement | None = None
+        self._agreements = Agreements()
         self._closing = Closing.NO
         self._own_failure: str | None = None
         self._verdict: Verdict | None = None
@@ -73,24 +72,10 @@ class Coordinator:
         :raises RanksDisagreeError: if a rank asks for an agreement of another name.
         :raises TypeError: if ``value`` is none for JSON.
         """
-        agreement = _Agreement(Proposal(name, json.loads(json.dumps(value))))
-        async with self._turn:
-            if self._verdict is None:
-                await self._settle(agreement)
-        if agreement.agreed is None:
+        values = await self._agreements.agree(name, value, self._tell)
+        if values is None:
             raise self._error()
-        names = [proposal.name for proposal in agreement.agreed]
-        if set(names) != {name}:
-            raise RanksDisagreeError("what they agree on next", names)
-        return [proposal.value for proposal in agreement.agreed]
-
-    async def _settle(self, agreement: _Agreement) -> None:
-        self._agreement = agreement
-        self._tell()
-        try:
-            await agreement.settled.wait()
-        finally:
-            self._agreement = None
+        return values
 
     def blame(self, failure: Exception) -> Exception:
         """The error that names the rank because of which a gather failed with ``failure``. From a thread, not the loop.
@@ -157,16 +142,10 @@ class Coordinator:
         self._news = anyio.Event()
 
     async def _round(self) -> None:
-        proposed: list[_Agreement | None] = []
-
-        def compose() -> RankStatus:
-            proposed.append(self._agreement)
-            return self._status()
-
-        reply = await self._rounds.exchange(compose)
+        reply = await self._rounds.exchange(self._status)
         self._is_busy = reply.is_busy
-        if reply.agreed is not None and proposed[0] is not None:  # not one that was asked for since
-            proposed[0].settle(reply.agreed)
+        if reply.agreed is not None:
+            self._agreements.settle(reply.agreed)
         if reply.verdict is not None:
             self._end(reply.verdict)
         else:
@@ -179,8 +158,9 @@ class Coordinator:
                 status = self._duties.status(anyio.current_time())
         except Exception as failure:
             self.report(failure)
-        proposal = None if self._agreement is None else self._agreement.proposal
-        return attrs.evolve(status, proposal=proposal, closing=self._closing, failure=self._own_failure)
+        return attrs.evolve(
+            status, proposal=self._agreements.propose(), closing=self._closing, failure=self._own_failure
+        )
 
     def _do(self, reply: RankReply) -> None:
         try:
@@ -196,8 +176,7 @@ class Coordinator:
         self._verdict, self.failure = verdict, verdict.error()
         self._failed.set()
         self._ended.set()
-        if self._agreement is not None:
-            self._agreement.settle(None)
+        self._agreements.end()
         if self._duties is not None:
             self._duties.end(verdict, self.failure)
 
@@ -210,19 +189,6 @@ class Coordinator:
         if self._verdict is None:
             raise RuntimeError("there is no failure")
         return self._verdict.error()
-
-
-class _Agreement:
-    """A proposal of this rank, and what came of it: those of all ranks. None: their work together ended before."""
-
-    def __init__(self, proposal: Proposal) -> None:
-        self.proposal = proposal
-        self.agreed: tuple[Proposal, ...] | None = None
-        self.settled = anyio.Event()
-
-    def settle(self, agreed: tuple[Proposal, ...] | None) -> None:
-        self.agreed = agreed
-        self.settled.set()
 
 
 def _reason(failure: BaseException) -> str:

@@ -7,7 +7,8 @@ are alive could not be told who is not.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -17,8 +18,12 @@ from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo, St
 
 from streamflow.stages.ranks.errors import RankLostError
 
-#: Tags of the two parts of a message.
-_LENGTH, _BODY = 0, 1
+#: A message begins with a frame of this size: its length, in so many bytes, and as much of it as there is room for.
+#: Each tensor costs several wake-ups on both sides, so what fits is sent as one.
+FRAME_BYTES = 2048
+_LENGTH_BYTES = 8
+#: Tags of the two parts of a message: its frame and the rest.
+_FRAME, _REST = 0, 1
 
 
 @attrs.frozen
@@ -44,14 +49,6 @@ class Deadline:
         return timedelta(seconds=max(self.at - time.monotonic(), 0.001))
 
 
-@attrs.frozen
-class Receipt:
-    """A message that is awaited: the work that brings its length, and where that comes to."""
-
-    length: torch.Tensor
-    work: Work
-
-
 class Pair(Protocol):
     """What is used of a gloo group of two; torch declares it nowhere."""
 
@@ -63,7 +60,10 @@ class Pair(Protocol):
 
 
 class Edge:
-    """This rank's end of a connection to rank ``peer``. For one thread at a time."""
+    """This rank's end of a connection to rank ``peer``. For one thread at a time.
+
+    gloo reads and writes the memory of a message until its work is done or gone: so the work always goes first.
+    """
 
     def __init__(self, group: Pair, peer: int) -> None:
         self.peer = peer
@@ -71,6 +71,7 @@ class Edge:
         self._other = 1 - group.rank()
         self._sending: list[Work] = []
         self._sent: list[torch.Tensor] = []
+        self._frame, self._rest = bytearray(FRAME_BYTES), bytearray()
 
     @classmethod
     def connect(cls, store: Store, meeting: str, *, end: int, peer: int, timeout_s: float) -> Edge:
@@ -85,18 +86,18 @@ class Edge:
         return cls(group, peer)
 
     def send(self, message: bytes) -> None:
-        """Send ``message``, one byte or more, and do not wait until it is taken. The one before has been.
+        """Send ``message``, and do not wait until it is taken. The one before has been.
 
         :raises RankLostError: if the connection is closed.
         """
-        body = torch.frombuffer(bytearray(message), dtype=torch.uint8)
-        length = torch.tensor([body.numel()], dtype=torch.int64)
-        group = self._open()
-        self._sent = [length, body]
-        try:
-            self._sending = [group.send([part], self._other, tag) for part, tag in ((length, _LENGTH), (body, _BODY))]
-        except RuntimeError as failure:
-            raise self._lost() from failure
+        room = FRAME_BYTES - _LENGTH_BYTES
+        frame = len(message).to_bytes(_LENGTH_BYTES, "little") + message[:room].ljust(room, b"\0")
+        parts = [(part, tag) for part, tag in ((frame, _FRAME), (message[room:], _REST)) if part]
+        self._sending.clear()
+        self._sent = [torch.frombuffer(bytearray(part), dtype=torch.uint8) for part, _ in parts]
+        for data, (_, tag) in zip(self._sent, parts, strict=True):
+            with self._pair() as pair:
+                self._sending.append(pair.send([data], self._other, tag))
 
     def flush(self, deadline: Deadline) -> None:
         """Wait until what was sent is taken.
@@ -106,27 +107,36 @@ class Edge:
         for work in self._sending:
             self._wait(work, deadline)
 
-    def expect(self) -> Receipt:
-        """Be ready for a message; for `receive`.
+    def expect(self) -> Work:
+        """Be ready for a message, one at a time; for `receive`.
 
         :raises RankLostError: if the connection is closed.
         """
-        length = torch.zeros(1, dtype=torch.int64)
-        return Receipt(length, self._begin_receiving(length, _LENGTH))
+        return self._receive_into(self._frame, _FRAME)
 
-    def receive(self, receipt: Receipt, deadline: Deadline) -> bytes:
+    def receive(self, expected: Work, deadline: Deadline) -> bytes:
         """The message that is expected.
 
         :raises RankLostError: if it has not come by ``deadline``, or the connection is closed.
         """
-        self._wait(receipt.work, deadline)
-        body = bytearray(int(receipt.length.item()))
-        self._wait(self._begin_receiving(torch.frombuffer(body, dtype=torch.uint8), _BODY), deadline)
-        return bytes(body)
+        self._wait(expected, deadline)
+        length = int.from_bytes(self._frame[:_LENGTH_BYTES], "little")
+        head = bytes(self._frame[_LENGTH_BYTES : _LENGTH_BYTES + length])
+        self._rest = bytearray(length - len(head))
+        if self._rest:
+            self._wait(self._receive_into(self._rest, _REST), deadline)
+        return head + self._rest
 
-    def _begin_receiving(self, target: torch.Tensor, tag: int) -> Work:
+    def _receive_into(self, memory: bytearray, tag: int) -> Work:
+        with self._pair() as pair:
+            return pair.recv([torch.frombuffer(memory, dtype=torch.uint8)], self._other, tag)
+
+    @contextmanager
+    def _pair(self) -> Iterator[Pair]:
+        if self._group is None:
+            raise RankLostError(self.peer, "the connection to it is closed on this side")
         try:
-            return self._open().recv([target], self._other, tag)
+            yield self._group
         except RuntimeError as failure:
             raise self._lost() from failure
 
@@ -138,15 +148,11 @@ class Edge:
                 raise RankLostError(self.peer, f"nothing was heard of it for {deadline.timeout_s:g} s") from failure
             raise self._lost() from failure
 
-    def _open(self) -> Pair:
-        if self._group is None:
-            raise RankLostError(self.peer, "the connection to it is closed on this side")
-        return self._group
-
     def _lost(self) -> RankLostError:
         return RankLostError(self.peer, "its end of the connection is closed")
 
     def close(self) -> None:
         """Close this end. Idempotent."""
         self._sending.clear()
+        self._sent.clear()
         self._group = None

@@ -42,8 +42,9 @@ class RequestStatus:
 
 @attrs.frozen
 class Proposal:
-    """A rank's part of an agreement: ``value`` is one for JSON."""
+    """A rank's part of an agreement: ``value`` is one for JSON. ``serial``: the rank's own number for it."""
 
+    serial: int
     name: str
     value: Any
 

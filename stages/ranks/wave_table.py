@@ -33,6 +33,7 @@ class WaveTable:
         self._options = options
         self._wave = 0
         self._end_is_agreed = False
+        self._differing: list[Proposal] = []
 
     def decide(self, statuses: Sequence[RankStatus]) -> list[RankReply]:
         """The replies to ``statuses``, both by rank."""
@@ -44,7 +45,7 @@ class WaveTable:
         shared = RankReply(
             hold=end_after is None and self._should_hold(statuses),
             end_after=end_after,
-            agreed=_agreed(statuses),
+            agreed=self._agreed(statuses),
             is_busy=any(map(_is_busy, statuses)),
         )
         return [
@@ -113,6 +114,16 @@ class WaveTable:
         self._end_is_agreed = True
         return max(promises)
 
+    def _agreed(self, statuses: Sequence[RankStatus]) -> tuple[Proposal, ...] | None:
+        """What all ranks propose, if it is of one name, or of different ones for the second time: the first time, one
+        may have been withdrawn while the round was under way.
+        """
+        proposals = [status.proposal for status in statuses if status.proposal is not None]
+        differing = proposals if len({proposal.name for proposal in proposals}) > 1 else []
+        before, self._differing = self._differing, differing
+        is_settled = len(proposals) == len(statuses) and (not differing or differing == before)
+        return tuple(proposals) if is_settled else None
+
 
 def _oldest(statuses: Sequence[RankStatus]) -> tuple[int, RequestStatus] | None:
     """The request that has waited longest, and its rank; of equal ones, that of the lowest rank."""
@@ -127,11 +138,6 @@ def _can_begin(status: RankStatus) -> bool:
 def _progresses(statuses: Iterable[RankStatus]) -> list[WaveProgress]:
     """How far the ranks are; empty until there is a wave, which all are in."""
     return [status.progress for status in statuses if status.progress is not None and status.progress.wave]
-
-
-def _agreed(statuses: Sequence[RankStatus]) -> tuple[Proposal, ...] | None:
-    proposals = tuple(status.proposal for status in statuses if status.proposal is not None)
-    return proposals if len(proposals) == len(statuses) else None
 
 
 def _is_busy(status: RankStatus) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import random
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
@@ -28,7 +30,7 @@ from streamflow.stages.threads import open_tasks, open_threads
 
 pytestmark = pytest.mark.anyio
 
-OPTIONS = WaveOptions(max_passes=2, window_s=0.05, deadline_s=5.0, rank_deadline_s=0.6, heartbeat_s=0.01)
+OPTIONS = WaveOptions(max_passes=2, window_s=0.05, deadline_s=5.0, rank_deadline_s=1.0, heartbeat_s=0.01)
 LONG, SHORT = WaveSignature((("transformer", 3),)), WaveSignature((("transformer", 2),))
 SIZES = pytest.mark.parametrize("size", [2, 4])
 
@@ -395,6 +397,81 @@ async def test_closing_that_is_cancelled_does_not_wait_for_the_wave() -> None:
         assert scope.cancelled_caught
         assert anyio.current_time() - started < 2.5
         await ranks[0].until(lambda: ranks[0].waves.failure is not None)
+
+
+@pytest.mark.parametrize("silent", [0, 1])
+async def test_cancellation_beside_a_silent_rank_ends_within_the_deadline(silent: int) -> None:
+    star = MemoryStar(2)
+    async with open_threads() as crew:
+        star.silence(silent)
+        with anyio.move_on_after(0.1) as scope:
+            async with open_coordinator(star.end(1 - silent), crew, OPTIONS):
+                await anyio.sleep_forever()
+        assert scope.cancelled_caught
+        assert anyio.current_time() - scope.deadline < OPTIONS.rank_deadline_s + 0.5
+
+
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])
+@pytest.mark.parametrize("cancelled", [0, 1])
+async def test_a_rank_cancelled_by_asyncio_tells_the_others_before_it_goes(cancelled: int) -> None:
+    star = MemoryStar(2)
+
+    async def sleep() -> None:
+        async with open_threads() as crew, open_coordinator(star.end(cancelled), crew, OPTIONS):
+            await anyio.sleep_forever()
+
+    async with open_threads() as crew, open_coordinator(star.end(1 - cancelled), crew, OPTIONS) as coordinator:
+        task = asyncio.create_task(sleep())
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(task, 0.1)
+        with pytest.raises(RankClosedError) as caught:
+            await coordinator.agree("later", 0)
+    assert caught.value.rank == cancelled
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_every_request_ends_whatever_comes(seed: int) -> None:
+    """Requests come, end and differ at random; a rank dies, or closes, or fails: nobody waits for ever."""
+    randomness = random.Random(seed)
+    star = MemoryStar(3)
+    star.delay(randomness.randrange(3), 0.02)
+    num_requests = 0
+
+    async def use(rank: Rank) -> None:
+        nonlocal num_requests
+        for _ in range(6):
+            num_requests += 1
+            await request(rank, rank.waves.add(randomness.choice([LONG, LONG, SHORT])))
+            await anyio.sleep(randomness.random() * 0.05)
+
+    async def request(rank: Rank, ticket: int) -> None:
+        waves = rank.waves
+        await rank.until(lambda: ticket not in {request.ticket for request in waves.waiting()})
+        if randomness.random() < 0.3:
+            waves.end(ticket)
+        await rank.until(lambda: ticket not in waves.live)
+
+    async def walk(rank: Rank) -> None:
+        while rank.waves.failure is None:
+            if rank.waves.can_walk():
+                rank.waves.walk()
+                rank.changed.set()
+            await anyio.sleep(0.002)
+
+    with anyio.fail_after(20):
+        async with open_ranks(star) as ranks, open_tasks() as walkers:
+            for rank in ranks:
+                walkers.start_soon(walk, rank)
+            async with open_tasks() as users:
+                for rank in ranks:
+                    users.start_soon(use, rank)
+                await anyio.sleep(0.3)
+                [star.kill, lambda r: ranks[r].coordinator.report(OSError("broke")), star.silence][seed](seed)
+            walkers.cancel_scope.cancel()
+    assert num_requests == 18
+    assert {
+        rank.coordinator.failure and rank.coordinator.failure.rank for rank in ranks if rank is not ranks[seed]
+    } == {seed}
 
 
 async def test_waves_that_are_attached_after_a_failure_are_broken_at_once() -> None:

@@ -23,7 +23,7 @@ from streamflow.stages.testing.waves import ScriptedWaves
 from streamflow.stages.threads import open_threads
 from tests.ranks import Rank, forked_ranks, run_ranks
 
-OPTIONS = WaveOptions(max_passes=1, window_s=0.05, rank_deadline_s=1.2, heartbeat_s=0.02)
+OPTIONS = WaveOptions(max_passes=1, window_s=0.05, rank_deadline_s=2.0, heartbeat_s=0.02)
 #: What a busy machine may add to any time.
 SLACK_S = 1.0
 #: What runs in a child once its coordinator is open; returns what the test looks at.
@@ -156,7 +156,7 @@ def test_a_rank_that_stands_still_is_named(lost: int) -> None:
 def test_a_rank_whose_loop_is_blocked_is_named_and_learns_of_it(blocked: int) -> None:
     async def body(coordinator: Coordinator, waves: ScriptedWaves) -> object:
         if coordinator.rank == blocked:
-            time.sleep(2.5 * OPTIONS.rank_deadline_s)  # noqa: ASYNC251 - the fault under test
+            time.sleep(1.5 * OPTIONS.rank_deadline_s)  # noqa: ASYNC251 - the fault under test
         return await wait_for_the_end(coordinator, waves)
 
     with forked_ranks(2, in_rank(body)) as ranks:

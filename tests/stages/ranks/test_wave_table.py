@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import hypothesis.strategies as st
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from streamflow.stages.ranks.duties import Duties
@@ -164,11 +164,21 @@ def test_the_next_wave_does_not_begin_with_the_end_of_the_last_one() -> None:
 
 def test_proposals_are_answered_once_every_rank_has_one() -> None:
     table = WaveTable(OPTIONS)
-    first, second = Proposal("sizes", [1]), Proposal("names", "x")
+    first, second = Proposal(0, "sizes", [1]), Proposal(5, "sizes", [2])
     alone = table.decide([RankStatus(proposal=first), RankStatus()])
     assert [(reply.agreed, reply.is_busy) for reply in alone] == [(None, True)] * 2
     both = table.decide([RankStatus(proposal=first), RankStatus(proposal=second)])
     assert [reply.agreed for reply in both] == [(first, second)] * 2
+
+
+def test_proposals_of_different_names_are_answered_when_they_stay() -> None:
+    table = WaveTable(OPTIONS)
+    first, other, same = Proposal(0, "sizes", 1), Proposal(0, "names", 1), Proposal(1, "names", 1)
+    statuses = [RankStatus(proposal=first), RankStatus(proposal=other)]
+    assert [reply.agreed for reply in table.decide(statuses)] == [None, None]
+    assert table.decide([statuses[0], RankStatus(proposal=same)])[0].agreed is None
+    assert table.decide(statuses)[0].agreed is None
+    assert [reply.agreed for reply in table.decide(statuses)] == [(first, other)] * 2
 
 
 def test_ranks_with_nothing_to_say_may_be_slow() -> None:
@@ -208,7 +218,9 @@ requests = st.builds(
     RequestStatus, st.integers(0, 99), st.text(max_size=5), st.sampled_from([LONG, SHORT]), st.floats(0, 100)
 )
 progresses = st.builds(WaveProgress, *[st.integers(0, 9)] * 4, st.booleans())
-proposals = st.builds(Proposal, st.text(max_size=5), st.recursive(st.none() | st.integers(), st.lists))
+proposals = st.builds(
+    Proposal, st.integers(0, 9), st.text(max_size=5), st.recursive(st.none() | st.integers(), st.lists)
+)
 statuses = st.builds(
     RankStatus,
     progress=st.none() | progresses,
@@ -220,11 +232,13 @@ statuses = st.builds(
 )
 
 
+@settings(max_examples=30)
 @given(statuses)
 def test_a_status_travels_as_it_is(status: RankStatus) -> None:
     assert decode_status(encode(status)) == status
 
 
+@settings(max_examples=30)
 @given(st.lists(statuses, min_size=2, max_size=3))
 def test_replies_travel_as_they_are_whatever_ranks_say(said: list[RankStatus]) -> None:
     table = WaveTable(OPTIONS)
@@ -301,6 +315,7 @@ class Waves(RuleBasedStateMachine):
 
 
 TestWaves = Waves.TestCase
+TestWaves.settings = settings(max_examples=60, stateful_step_count=40)
 
 
 @pytest.mark.parametrize("num_ahead", [0, 1])
