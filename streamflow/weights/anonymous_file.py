@@ -22,7 +22,6 @@ from streamflow.weights.file_mapping import FileMapping, address_of, check_range
 from streamflow.weights.file_reading import memory_at, read_fully
 
 _NOEXEC_SEAL = 0x0008  # MFD_NOEXEC_SEAL, which Linux has from 6.3 on; it allows sealing, too
-_MADV_DONTFORK = 10
 _SIZE_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 
 
@@ -103,9 +102,10 @@ class AnonymousFile:
         """
         check_range("an anonymous file", start, nbytes, self.nbytes)
         with mmap.mmap(self.fileno(), nbytes, flags=mmap.MAP_SHARED, offset=start) as pages:
-            pages.madvise(_MADV_DONTFORK)  # a child would keep it writable, and so from being sealed
-            with suppress(OSError):  # a kernel without huge pages for shared memory
-                pages.madvise(mmap.MADV_HUGEPAGE)
+            pages.madvise(mmap.MADV_DONTFORK)  # a child would keep it writable, and so from being sealed
+            if hasattr(mmap, "MADV_HUGEPAGE"):
+                with suppress(OSError):  # a kernel without huge pages
+                    pages.madvise(mmap.MADV_HUGEPAGE)
             yield address_of(pages)
 
     def seal(self) -> None:

@@ -16,6 +16,7 @@ from streamflow import Offload, OffloadConfig
 from streamflow.binding.blocks import BoundBlock
 from streamflow.binding.guards import claimed
 from streamflow.binding.inventory import Inventory
+from streamflow.hardware import Hardware
 from streamflow.opening import inventory_of, open_with_source
 from streamflow.ranks.agreement import Agreement
 from streamflow.ranks.shared_source import SharedModuleSource
@@ -63,7 +64,7 @@ async def opened(
 
     with claimed(model, NAME):
         inventory = inventory_of(model, config)
-        async with open_with_source(model, inventory, config, make_source, device) as offload:
+        async with open_with_source(model, inventory, config, make_source, Hardware(device)) as offload:
             yield offload, made[0]
 
 
