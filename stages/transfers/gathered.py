@@ -6,6 +6,7 @@ communication stream gathers the chunk in place, while the next chunk is being c
 
 from __future__ import annotations
 
+import bisect
 import threading
 import traceback
 from collections.abc import Collection, Mapping, Sequence
@@ -20,11 +21,12 @@ from streamflow.stages.devices.base import Device, Event, Stream
 from streamflow.stages.errors import DeviceStreamError, NotPageLockedError
 from streamflow.stages.images import BlockImage
 from streamflow.stages.ranks.communicator import Communicator
-from streamflow.stages.ranks.slices import GatherChunk, GatherPlan, Run, check_can_be_cut, clip, plan_gather
+from streamflow.stages.ranks.slices import Clip, GatherChunk, GatherPlan, Run, cannot_be_cut, clip, plan_gather
 from streamflow.stages.signals import LoopEvent
 from streamflow.stages.threads import ThreadCrew, wait_through
 from streamflow.stages.timing import OnPacked
 from streamflow.stages.transfers.base import Fetching, Issued, Transfer
+from streamflow.stages.transfers.chunks import Chunk
 from streamflow.stages.transfers.direct import DirectTransfer, queue_copy
 from streamflow.stages.transfers.gather_order import GatherOrder, Step
 from streamflow.stages.transfers.staged import StagedTransfer, open_staged
@@ -123,17 +125,20 @@ class _Gatherer:
 class _DirectSlices:
     """Runs of memory that the device reads at full speed, queued at once."""
 
-    def __init__(self, gatherer: _Gatherer, *, reads_any_memory: bool) -> None:
+    def __init__(
+        self, gatherer: _Gatherer, clips: Mapping[str, Sequence[Sequence[Clip]]], *, reads_any_memory: bool
+    ) -> None:
         self._gatherer = gatherer
         self._order = gatherer.order
         self._copies = gatherer.copies
+        self._clips = clips
         self._reads_any_memory = reads_any_memory
 
     def fetch(self, image: BlockImage, plan: GatherPlan, slot: torch.Tensor, after: Sequence[Event]) -> Fetching:
         end = _End(self._gatherer)
         steps = [*self._gatherer.steps(plan, slot, after), Step(end.reach, 0, after)]
         try:
-            self._queue_copies(image, plan, slot, steps, after)
+            self._queue_copies(image, slot, steps, after)
         except BaseException as failure:
             self._order.break_off(failure)
         else:
@@ -144,16 +149,15 @@ class _DirectSlices:
         return Issued(end.event)
 
     def _queue_copies(
-        self, image: BlockImage, plan: GatherPlan, slot: torch.Tensor, steps: Sequence[Step], after: Sequence[Event]
+        self, image: BlockImage, slot: torch.Tensor, steps: Sequence[Step], after: Sequence[Event]
     ) -> None:
         if not (self._reads_any_memory or image.page_locked):
             raise NotPageLockedError(image.name)
         for event in after:
             self._copies.wait(event)
-        runs = plan.runs_of(self._gatherer.communicator.rank)
         with self._copies.activate():
-            for run, step in zip(runs, steps, strict=True):
-                for part in clip(image.pieces, run):
+            for clips, step in zip(self._clips[image.name], steps, strict=True):
+                for part in clips:
                     queue_copy(self._copies, image.pieces[part.piece], slot, part.start, part.nbytes)
                 step.after = (self._copies.record(),)
 
@@ -181,13 +185,13 @@ class _End:
 class _StagedSlices:
     """Slices that several threads pack into page-locked buffers."""
 
-    def __init__(self, gatherer: _Gatherer, packers: StagedTransfer) -> None:
+    def __init__(self, gatherer: _Gatherer, packers: StagedTransfer, step_of: Mapping[str, Sequence[int]]) -> None:
         self._gatherer = gatherer
         self._packers = packers
+        self._step_of = step_of
 
     def fetch(self, image: BlockImage, plan: GatherPlan, slot: torch.Tensor, after: Sequence[Event]) -> Fetching:
-        runs = plan.runs_of(self._gatherer.communicator.rank)
-        step_of = [_run_at(runs, chunk.image_offset) for chunk in self._packers.chunks_of(image)]
+        step_of = self._step_of[image.name]
         gathering = _StagedGathering(self._gatherer, step_of)
         gathering.steps = [
             *self._gatherer.steps(plan, slot, after),
@@ -198,11 +202,6 @@ class _StagedSlices:
         self._gatherer.order.announce(gathering.steps)
         self._packers.pack(image, slot, after, gathering)
         return gathering
-
-
-def _run_at(runs: Sequence[Run], offset: int) -> int:
-    """Which of ``runs``, the slices by ascending offset and then the tail, has the byte at ``offset``."""
-    return next(index for index, run in enumerate(runs) if run.offset <= offset < run.end)
 
 
 class _StagedGathering:
@@ -281,14 +280,16 @@ async def open_gathered(
     :raises HostRegistrationError: if staging buffers cannot be page-locked; nothing is held then.
     :raises GatherError: if the ranks do not meet; nothing is held then.
     """
-    gathered = _without(images, local)
-    check_can_be_cut(gathered)
+    gathered = _gathered(images, local)
     plans = {image.name: plan_gather(image.nbytes, communicator.size, chunk_bytes) for image in gathered}
     order = GatherOrder(device.open_communication_stream("communication"))
     gatherer = _Gatherer(communicator, order, stream)
-    await crew.call(partial(_meet, device, gatherer), on_cancel=communicator.abort, name="first gather")
+    if any(plan.chunks for plan in plans.values()):  # else there is nothing to meet for
+        await crew.call(partial(_meet, device, gatherer), on_cancel=communicator.abort, name="first gather")
+    runs = {name: plan.runs_of(communicator.rank) for name, plan in plans.items()}
     if staged is None:
-        slices = _DirectSlices(gatherer, reads_any_memory=device.is_host)
+        clips = {image.name: clip(image.pieces, runs[image.name]) for image in gathered}
+        slices = _DirectSlices(gatherer, clips, reads_any_memory=device.is_host)
         return GatheredTransfer(plans, slices, DirectTransfer(stream, reads_any_memory=device.is_host), order)
     packers = await open_staged(
         device,
@@ -298,16 +299,30 @@ async def open_gathered(
         num_threads=staged.num_threads,
         chunk_bytes=staged.chunk_bytes,
         on_packed=staged.on_packed,
-        runs={name: plan.runs_of(communicator.rank) for name, plan in plans.items()},
+        runs=runs,
     )
-    return GatheredTransfer(plans, _StagedSlices(gatherer, packers), packers, order)
+    step_of = {image.name: _steps_of(packers.chunks_of(image), runs[image.name]) for image in gathered}
+    return GatheredTransfer(plans, _StagedSlices(gatherer, packers, step_of), packers, order)
 
 
-def _without(images: Sequence[BlockImage], local: Collection[str]) -> list[BlockImage]:
+def _steps_of(chunks: Sequence[Chunk], runs: Sequence[Run]) -> list[int]:
+    """For each of ``chunks`` which of ``runs``, by ascending offset, it lies in."""
+    ends = [run.end for run in runs]
+    return [bisect.bisect_right(ends, chunk.image_offset) for chunk in chunks]
+
+
+def _gathered(images: Sequence[BlockImage], local: Collection[str]) -> list[BlockImage]:
     unknown = sorted(set(local) - {image.name for image in images})
     if unknown:
         raise ValueError(f"{', '.join(unknown)}: there are no such blocks to fetch whole")
-    return [image for image in images if image.name not in local]
+    gathered = [image for image in images if image.name not in local]
+    whole = sorted(cannot_be_cut(gathered))
+    if whole:
+        raise ValueError(
+            f"{', '.join(whole)}: their pieces can be read only as a whole, so no rank can bring a slice of them; "
+            "let every rank fetch these blocks whole (local)"
+        )
+    return gathered
 
 
 def _meet(device: Device, gatherer: _Gatherer) -> None:

@@ -16,7 +16,7 @@ from streamflow.stages.devices.base import Device, Event, Located, Registrar, St
 from streamflow.stages.host_memory import allocate_host
 from streamflow.stages.images import BlockImage
 from streamflow.stages.layout import align_up
-from streamflow.stages.ranks.slices import Run, plan_run
+from streamflow.stages.ranks.slices import Run, clip, plan_clips
 from streamflow.stages.registration.page_lock import PageLock
 from streamflow.stages.signals import LoopEvent
 from streamflow.stages.threads import ThreadCrew, WorkerThread, wait_through
@@ -284,4 +284,5 @@ async def open_staged(
 def _chunks_of(image: BlockImage, chunk_bytes: int, runs: Mapping[str, Sequence[Run]]) -> tuple[Chunk, ...]:
     if image.name not in runs:
         return plan_chunks(image.pieces, chunk_bytes)
-    return tuple(itertools.chain.from_iterable(plan_run(image.pieces, run, chunk_bytes) for run in runs[image.name]))
+    clipped = clip(image.pieces, runs[image.name])
+    return tuple(itertools.chain.from_iterable(plan_clips(clips, chunk_bytes) for clips in clipped))

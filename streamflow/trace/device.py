@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
 from typing import Protocol
 
 import torch
@@ -17,6 +17,8 @@ from streamflow.trace.records import AllocationRecord
 
 #: A block and the number of its fetch (None: it stays on the device).
 Label = tuple[int | None, int | None]
+
+_LABEL: ContextVar[Label] = ContextVar("streamflow fetch", default=(None, None))
 
 
 class CopySink(Protocol):
@@ -78,19 +80,22 @@ class TracedStream:
         self._inner.end_block()
 
 
-class Fetching(threading.local):
-    """What the calling thread is beginning to fetch: work without an address is for that."""
+class Fetching:
+    """What is being fetched: work without an address is for that. It goes along with the context."""
 
-    label: Label = (None, None)
+    @property
+    def label(self) -> Label:
+        """What the calling context fetches."""
+        return _LABEL.get()
 
     @contextmanager
     def of(self, label: Label) -> Iterator[None]:
-        """Within it, the calling thread begins to fetch ``label``."""
-        self.label = label
+        """Within it, the calling context fetches ``label``."""
+        token = _LABEL.set(label)
         try:
             yield
         finally:
-            self.label = (None, None)
+            _LABEL.reset(token)
 
 
 class TracedDevice:

@@ -354,8 +354,9 @@ async def test_a_failure_goes_on_to_who_waits_for_it(python_device: Device) -> N
         bad.submit(fail)
         waiter.wait(bad.record())
         waiter.submit(lambda: ran.append("work that needed it"))
-        with pytest.raises(DeviceStreamError, match="'waiter'"):
+        with pytest.raises(DeviceStreamError, match=r"'waiter'.*'bad'.*the disk is gone") as caught:
             await crew.call(waiter.record().wait)
+        assert isinstance(caught.value.cause, OSError)
         assert ran == []
 
 
