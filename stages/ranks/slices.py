@@ -67,6 +67,11 @@ class GatherPlan:
     tail_offset: int
     tail_bytes: int
 
+    @property
+    def copied_bytes(self) -> int:
+        """What each rank copies from its host, all of them as much."""
+        return sum(chunk.slice_bytes for chunk in self.chunks) + self.tail_bytes
+
     def runs_of(self, rank: int) -> tuple[Run, ...]:
         """What ``rank`` copies from the host: its slice of every chunk, in order, and the tail, which may be empty."""
         return (*(chunk.slice_of(rank) for chunk in self.chunks), Run(self.tail_offset, self.tail_bytes))
