@@ -48,7 +48,6 @@ class Duties:
             self._waves.end_after(reply.end_after)
 
     def _begin(self, begin: WaveBegin) -> None:
-        self._promise = None
         for request in self._waiting(begin.refused):
             error = WaveMismatchError(request.name, request.signature, begin.founder, begin.signature)
             self._waves.refuse(request.ticket, error)
