@@ -78,7 +78,7 @@ class Resident:
 
 class Engine:
     """Streams the blocks of one or several components through one window. Made by `open_engine`, which owns it;
-    everything it needs is given to it.
+    everything it needs is given to it. ``is_joint``: its fetches are made together with the engines of other ranks.
 
     The loop's side (everything private) and the compute threads' side (`begin_pass` and the passes) share nothing but
     mailboxes and the doorbell.
@@ -96,7 +96,7 @@ class Engine:
         copy_stream: Stream,
         binder: Binder,
         places: Sequence[Place],
-        link: Hashable,
+        is_joint: bool,
         open_watch: Callable[[], WorkerThread],
         nursery: anyio.abc.TaskGroup,
     ) -> None:
@@ -115,7 +115,7 @@ class Engine:
         self.transfer = transfer
         self._copy_stream = copy_stream
         self._binder = binder
-        self._link_key = link
+        self._is_joint = is_joint
         self._open_watch = open_watch
         self._watch: WorkerThread | None = None
         self._nursery = nursery
@@ -171,6 +171,8 @@ class Engine:
         except DeviceStreamError as failure:
             self._ring(DeviceFailed(failure.cause))
             raise EngineBrokenError(failure.cause) from failure.cause
+        if self._is_joint and self._failure is not None:  # what was queued ended, perhaps without having been gathered
+            raise EngineBrokenError(self._failure) from self._failure
 
     def end_request(self, place: Place) -> None:
         """Leave the place clean for the next request: no pass open, nobody told to stop. In the place's own thread."""
@@ -234,11 +236,16 @@ class Engine:
 
         No scope around the engine cancels it: whoever is shielded from that scope may still be in a pass.
         """
-        with self._until_stopped(), join_link(self._link_key, self._ring_for_turn) as self._link:
+        with self._until_stopped(), join_link(self._own_or_shared_link(), self._ring_for_turn) as self._link:
             await self._serve()
         if self._failure is not None:
             self.broadcast.publish(EngineFailed(self._failure))
             self.on_failure()
+
+    def _own_or_shared_link(self) -> Hashable:
+        # Engines that wait in collectives for other ranks keep their turns meanwhile; the other engines of this process
+        # might be what those ranks wait for, so they share no link.
+        return id(self) if self._is_joint else self._device.link
 
     async def _serve(self) -> None:
         self._act_or_fail()

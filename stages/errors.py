@@ -89,10 +89,11 @@ class NestedComponentError(StreamflowError, RuntimeError):
 
 
 class DeviceStreamError(StreamflowError, RuntimeError):
-    """Work queued on a device stream failed; ``__cause__`` is the failure."""
+    """Work queued on a device stream failed, or on one that it waited for; ``cause`` is the first failure."""
 
     def __init__(self, stream: str, cause: BaseException) -> None:
-        self.stream, self.cause = stream, cause
+        self.stream = stream
+        self.cause: BaseException = cause.cause if isinstance(cause, DeviceStreamError) else cause
         super().__init__(f"work on the device stream {stream!r} failed: {type(cause).__name__}: {cause}")
 
 

@@ -67,6 +67,11 @@ class MemoryPiece:
     offset_bytes: int
     data: torch.Tensor
     page_locked: bool = False
+    _address: int = attrs.field(init=False, eq=False, repr=False)
+
+    @_address.default
+    def _address_of_data(self) -> int:
+        return self.data.data_ptr()  # asked once: with cold caches that takes longer than it seems
 
     @property
     def nbytes(self) -> int:
@@ -86,7 +91,7 @@ class MemoryPiece:
 
     def read_into(self, address: int, start: int, nbytes: int) -> None:
         # Not Tensor.copy_: that would run on the intra-op pool, which belongs to the model.
-        ctypes.memmove(address, self.data.data_ptr() + start, nbytes)
+        ctypes.memmove(address, self._address + start, nbytes)
 
 
 @attrs.frozen(eq=False)

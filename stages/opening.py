@@ -76,9 +76,6 @@ async def open_engine(
     orders = {name: [block for block in blocks if block in streamed] for name, blocks in components.items()}
     source = walk_source or SharedWalks(options.num_places)
     planner = WalkPlanner(orders, num_slots, source)
-    # A link of its own: an engine that waits in a collective for the other ranks would keep its turn, and the others of
-    # its process, on every rank another one, might be what those wait for.
-    link = device.link if source.feed is None else object()
     copy_stream = device.open_copy_stream("copy")
     parts = _Parts(device, binder, copy_stream)
     try:
@@ -102,7 +99,7 @@ async def open_engine(
                 copy_stream=copy_stream,
                 binder=binder,
                 places=parts.places,
-                link=link,
+                is_joint=source.feed is not None,
                 open_watch=partial(crew.start, "streamflow link"),
                 nursery=nursery,
             )

@@ -27,16 +27,8 @@ from streamflow.stages.order import BlockOrder
 from streamflow.stages.ranks.errors import OutOfTurnError
 from streamflow.stages.ranks.signature import WaveSignature
 from streamflow.stages.returns import Returns
+from streamflow.stages.slot_table import Slot, SlotTable
 from streamflow.stages.walk_sources import ImmediateWalks, WaitingPass, WalkChoice, WalkSource
-
-
-@attrs.define
-class _Slot:
-    block: int | None = None
-    generation: int = 0
-    ready: bool = False
-    visit: int | None = None
-    claims: set[int] = attrs.field(factory=set)
 
 
 @attrs.define
@@ -69,7 +61,7 @@ class WalkPlanner:
         self._orders = {component: BlockOrder(order) for component, order in orders.items()}
         self._blocks = {component: frozenset(order) for component, order in orders.items()}
         _check_blocks(self._blocks.values(), num_slots)
-        self._slots = [_Slot() for _ in range(num_slots)]
+        self._slots = SlotTable(num_slots)
         self._source: WalkSource = source if source is not None else ImmediateWalks()
         self._waiting: dict[int, _Pass] = {}
         self._walking: dict[int, _Pass] = {}
@@ -95,7 +87,7 @@ class WalkPlanner:
 
     def slot_of(self, block: int) -> int | None:
         """The slot that holds ``block`` or is being filled with it; None if there is none."""
-        return next((i for i, slot in enumerate(self._slots) if slot.block == block), None)
+        return self._slots.slot_of(block)
 
     def claims_on(self, slot: int) -> frozenset[int]:
         """The passes that may be inside the block in ``slot``."""
@@ -136,7 +128,7 @@ class WalkPlanner:
             return None
         if block not in self._blocks[state.component]:
             raise KeyError(block)
-        self._release_all(pass_id)
+        self._slots.give_back_all(pass_id)
         if self._is_out_of_turn(pass_id, block):
             return Refusal(pass_id, OutOfTurnError(state.component, block, state.request_id))
         order = self._orders[state.component]
@@ -162,17 +154,14 @@ class WalkPlanner:
         state.visited.append(block)
         state.wanted = None
         state.position = self._orders[state.component].position_after(block, state.position)
-        for given_back in (block, *passed_by):
-            index = self.slot_of(given_back)
-            if index is not None:
-                self._slots[index].claims.discard(pass_id)
+        self._slots.give_back(pass_id, (block, *passed_by))
 
     def end(self, pass_id: int, *, completed: bool, now: float = 0.0) -> None:
         """The pass is over. ``completed``: it ran to its end, so its visits are worth learning from."""
         state = self._state(pass_id)
         if state is None:
             return
-        self._release_all(pass_id)
+        self._slots.give_back_all(pass_id)
         self._waiting.pop(pass_id, None)
         self._walking.pop(pass_id, None)
         if state.maker is not None:
@@ -306,11 +295,11 @@ class WalkPlanner:
         floor = self._floor(feed)
         for visit in feed.due(floor, len(self._slots)):
             block = feed.block_of(visit)
-            index = self._slot_for_visit(block, floor)
+            index = self._slots.free_for_visit(block, floor)
             if index is None:
                 return
             feed.fetching(visit)
-            yield self._fill(index, block, visit=visit)
+            yield self._slots.fill(index, block, visit=visit)
 
     def _floor(self, feed: Feed) -> int:
         """The first visit that may still be needed here: by a pass, or because it is not there yet."""
@@ -318,17 +307,6 @@ class WalkPlanner:
             return feed.following.start
         positions = [self._visits.start + p.position for p in self._walking.values()]
         return min([*positions, feed.num_there])
-
-    def _slot_for_visit(self, block: int, floor: int) -> int | None:
-        holder = self.slot_of(block)
-        if holder is not None:  # of an earlier walk: a block is in one slot only
-            return holder if self._is_past(self._slots[holder], floor) else None
-        empty = (index for index, slot in enumerate(self._slots) if slot.block is None)
-        past = (index for index, slot in enumerate(self._slots) if self._is_past(slot, floor))
-        return next(empty, next(past, None))
-
-    def _is_past(self, slot: _Slot, floor: int) -> bool:
-        return slot.ready and not slot.claims and (slot.visit is None or slot.visit < floor)
 
     # Fetches of this rank alone
 
@@ -338,16 +316,10 @@ class WalkPlanner:
         for block in desired:
             if self.slot_of(block) is not None:
                 continue
-            index = self._free_slot(desired)
+            index = self._slots.free_for(desired)
             if index is None:
                 return  # nothing less urgent may take the slot that this one waits for
-            yield self._fill(index, block, on_demand=block in surprising)
-
-    def _fill(self, index: int, block: int, *, on_demand: bool = False, visit: int | None = None) -> Fetch:
-        slot = self._slots[index]
-        fetch = Fetch(block, index, slot.generation + 1, slot.block, on_demand)
-        slot.block, slot.generation, slot.ready, slot.visit = block, fetch.generation, False, visit
-        return fetch
+            yield self._slots.fill(index, block, on_demand=block in surprising)
 
     def _desired(self) -> list[int]:
         """The blocks that the window should hold, most urgent first."""
@@ -369,15 +341,6 @@ class WalkPlanner:
         slowest = min(p.position for p in self._walking.values())
         return self._orders[self._component].ahead(slowest, len(self._slots), following)
 
-    def _free_slot(self, desired: Sequence[int]) -> int | None:
-        for index, slot in enumerate(self._slots):
-            if slot.block is None:
-                return index
-        for index, slot in enumerate(self._slots):
-            if slot.ready and not slot.claims and slot.block not in desired:
-                return index
-        return None
-
     def _claims(self, pass_ids: Iterable[int]) -> Iterator[Claim]:
         for pass_id in pass_ids:
             state = self._walking[pass_id]
@@ -392,7 +355,7 @@ class WalkPlanner:
                     rank = self._orders[state.component].position_before(slot.block, state.position)
                     yield Claim(pass_id, slot.block, index, slot.generation, state.serial, rank)
 
-    def _is_of_walk(self, slot: _Slot) -> bool:
+    def _is_of_walk(self, slot: Slot) -> bool:
         """Whether what is in ``slot`` is for the walk under way; a wave's walk has every block fetched for itself."""
         return self._visits is None or (slot.visit is not None and slot.visit in self._visits)
 
@@ -408,10 +371,6 @@ class WalkPlanner:
 
     def _state(self, pass_id: int) -> _Pass | None:
         return self._walking.get(pass_id) or self._waiting.get(pass_id)
-
-    def _release_all(self, pass_id: int) -> None:
-        for slot in self._slots:
-            slot.claims.discard(pass_id)
 
 
 def _check_blocks(components: Iterable[frozenset[int]], num_slots: int) -> None:

@@ -17,6 +17,26 @@ import torch
 from streamflow.stages.threads import ThreadCrew
 
 
+@attrs.frozen(eq=False)
+class Located:
+    """A flat uint8 tensor, and where it begins.
+
+    For whoever queues many copies. With cold caches, which whoever has just read megabytes has, asking a tensor for its
+    address or for a slice takes longer than queuing the copy.
+    """
+
+    tensor: torch.Tensor
+    address: int = attrs.field(init=False)
+
+    @address.default
+    def _address_of_tensor(self) -> int:
+        return self.tensor.data_ptr()
+
+    def part(self, start: int, nbytes: int) -> torch.Tensor:
+        """Bytes ``start`` to ``start + nbytes``."""
+        return self.tensor[start : start + nbytes]
+
+
 class Event(Protocol):
     """A point in a stream's work."""
 
@@ -51,6 +71,9 @@ class Stream(Protocol):
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Queue a copy between flat uint8 tensors of one size; both must outlive it."""
+
+    def copy_part(self, target: Located, start: int, source: Located, nbytes: int) -> None:
+        """Queue a copy of the first ``nbytes`` of ``source``, which is page-locked, to ``target`` from ``start`` on."""
 
     def submit(self, work: Callable[[], None], nbytes: int = 0) -> None:
         """Queue ``work``: on an accelerator it launches kernels on this stream, on a host device it runs in turn.

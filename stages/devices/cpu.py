@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from streamflow.stages.devices.base import Event, MemoryReading, Registrar, Stream
+from streamflow.stages.devices.base import Event, Located, MemoryReading, Registrar, Stream
 from streamflow.stages.devices.memory import MemoryMeter
 from streamflow.stages.errors import DeviceMemoryError, DeviceStreamError
 from streamflow.stages.layout import ALIGNMENT_BYTES
@@ -83,6 +83,9 @@ class CpuCopyStream:
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         self.submit(lambda: copy_bytes(target, source), source.numel())
 
+    def copy_part(self, target: Located, start: int, source: Located, nbytes: int) -> None:
+        self.copy(target.part(start, nbytes), source.part(0, nbytes))
+
     def submit(self, work: Callable[[], None], nbytes: int = 0) -> None:
         link = self._link
         self._thread.submit(lambda: self._run(work if link is None else lambda: link.move(work, nbytes)))
@@ -121,6 +124,9 @@ class CpuComputeStream:
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         copy_bytes(target, source)
+
+    def copy_part(self, target: Located, start: int, source: Located, nbytes: int) -> None:
+        self.copy(target.part(start, nbytes), source.part(0, nbytes))
 
     def submit(self, work: Callable[[], None], nbytes: int = 0) -> None:
         work()

@@ -8,7 +8,8 @@ from contextlib import AbstractContextManager
 
 import torch
 
-from streamflow.stages.devices.base import Event, MemoryReading, Stream
+from streamflow.stages.devices.base import Event, Located, MemoryReading, Stream
+from streamflow.stages.devices.cuda_queue import driver_queue
 from streamflow.stages.devices.cuda_registrar import CudaRegistrar
 from streamflow.stages.devices.memory import MemoryMeter
 from streamflow.stages.errors import DeviceMemoryError, DeviceStreamError
@@ -22,6 +23,7 @@ class CudaEvent:
         self._name = name
         self.raw = torch.cuda.Event(blocking=True)
         self.raw.record(stream)
+        self.handle: int = self.raw.cuda_event
 
     def is_done(self) -> bool:
         try:
@@ -42,6 +44,7 @@ class CudaStream:
     def __init__(self, name: str, raw: torch.cuda.Stream) -> None:
         self.name = name
         self.raw = raw
+        self._handle = raw.cuda_stream
 
     def wait(self, event: Event) -> None:
         if not isinstance(event, CudaEvent):
@@ -53,7 +56,9 @@ class CudaStream:
 
     def record(self, reuse: Event | None = None) -> CudaEvent:
         if isinstance(reuse, CudaEvent):
-            reuse.raw.record(self.raw)
+            queue = driver_queue()
+            if queue is None or queue.record(reuse.handle, self._handle):
+                reuse.raw.record(self.raw)
             return reuse
         return CudaEvent(self.raw, self.name)
 
@@ -63,6 +68,12 @@ class CudaStream:
         else:
             with torch.cuda.stream(self.raw):
                 target.copy_(source, non_blocking=True)
+
+    def copy_part(self, target: Located, start: int, source: Located, nbytes: int) -> None:
+        queue = driver_queue()
+        if queue is None or queue.copy(target.address + start, source.address, nbytes, self._handle):
+            # what the driver refuses, torch does: it gives a new thread its context, and has errors of its own
+            self.copy(target.part(start, nbytes), source.part(0, nbytes))
 
     def submit(self, work: Callable[[], None], nbytes: int = 0) -> None:
         with torch.cuda.stream(self.raw):

@@ -6,7 +6,8 @@ each rank, is every rank's own to copy.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+import bisect
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Protocol
 
 import attrs
@@ -66,6 +67,11 @@ class GatherPlan:
     tail_offset: int
     tail_bytes: int
 
+    @property
+    def copied_bytes(self) -> int:
+        """What each rank copies from its host, all of them as much."""
+        return sum(chunk.slice_bytes for chunk in self.chunks) + self.tail_bytes
+
     def runs_of(self, rank: int) -> tuple[Run, ...]:
         """What ``rank`` copies from the host: its slice of every chunk, in order, and the tail, which may be empty."""
         return (*(chunk.slice_of(rank) for chunk in self.chunks), Run(self.tail_offset, self.tail_bytes))
@@ -94,8 +100,8 @@ def plan_gather(nbytes: int, size: int, chunk_bytes: int) -> GatherPlan:
 
 
 @attrs.frozen
-class _Clip:
-    """The part of a piece that lies in a run."""
+class Clip:
+    """Bytes ``start`` to ``start + nbytes`` of piece ``piece``, which lie at ``offset_bytes`` in the image."""
 
     piece: int
     start: int
@@ -104,39 +110,40 @@ class _Clip:
     splittable: bool = True
 
 
-def clip(pieces: Sequence[_Piece], run: Run) -> Iterator[_Clip]:
-    """What of the pieces (by ascending offset) lies in ``run``; what lies between pieces is in none."""
-    for index, piece in enumerate(pieces):
-        start = max(run.offset, piece.offset_bytes)
-        end = min(run.end, piece.offset_bytes + piece.nbytes)
+def clip(pieces: Sequence[_Piece], runs: Iterable[Run]) -> tuple[tuple[Clip, ...], ...]:
+    """What of the pieces (by ascending offset) lies in each of ``runs``; what lies between pieces is in none."""
+    ends = [piece.offset_bytes + piece.nbytes for piece in pieces]
+    return tuple(tuple(_clip(pieces, ends, run)) for run in runs)
+
+
+def _clip(pieces: Sequence[_Piece], ends: Sequence[int], run: Run) -> Iterator[Clip]:
+    for index in range(bisect.bisect_right(ends, run.offset), len(pieces)):
+        piece = pieces[index]
+        start, end = max(run.offset, piece.offset_bytes), min(run.end, ends[index])
+        if start >= run.end:
+            return
         if start < end:
-            yield _Clip(index, start - piece.offset_bytes, start, end - start)
+            yield Clip(index, start - piece.offset_bytes, start, end - start)
 
 
-def plan_run(pieces: Sequence[_Piece], run: Run, chunk_bytes: int) -> tuple[Chunk, ...]:
-    """Cut what of the pieces lies in ``run`` into chunks for the packing threads, as `plan_chunks` does with images.
+def plan_clips(clips: Sequence[Clip], chunk_bytes: int) -> tuple[Chunk, ...]:
+    """Cut the clips of one run into chunks for the packing threads, as `plan_chunks` does with whole pieces.
 
     :raises ValueError: if ``chunk_bytes`` is below 256.
     """
-    clips = tuple(clip(pieces, run))
     return tuple(
         attrs.evolve(chunk, parts=tuple(_of_piece(clips[part.piece], part) for part in chunk.parts))
         for chunk in plan_chunks(clips, chunk_bytes)
     )
 
 
-def _of_piece(clipped: _Clip, part: Part) -> Part:
+def _of_piece(clipped: Clip, part: Part) -> Part:
     return attrs.evolve(part, piece=clipped.piece, start=clipped.start + part.start)
 
 
-def check_can_be_cut(images: Collection[_Image]) -> None:
-    """Return if every piece of ``images`` can be read in part.
+def cannot_be_cut(images: Collection[_Image]) -> frozenset[str]:
+    """The names of those images of which a rank cannot bring a slice: they have pieces that are read only as a whole.
 
-    :raises ValueError: if one cannot: its block is to be fetched whole.
+    Ranks fetch these whole.
     """
-    whole = [image.name for image in images if not all(piece.splittable for piece in image.pieces)]
-    if whole:
-        raise ValueError(
-            f"{', '.join(whole)}: their pieces can be read only as a whole, so no rank can bring a slice of them; "
-            "fetch these blocks whole on every rank (local)"
-        )
+    return frozenset(image.name for image in images if not all(piece.splittable for piece in image.pieces))

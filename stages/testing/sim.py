@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from streamflow.stages.devices.base import Event, MemoryReading
+from streamflow.stages.devices.base import Event, Located, MemoryReading
 from streamflow.stages.devices.memory import MemoryMeter
 from streamflow.stages.errors import DeviceStreamError
 from streamflow.stages.layout import ALIGNMENT_BYTES
@@ -70,6 +70,9 @@ class SimStream:
         if target.numel() != source.numel():
             raise ValueError(f"a copy of {source.numel()} bytes does not fit a target of {target.numel()}")
         self.submit(lambda: _copy(target, source))
+
+    def copy_part(self, target: Located, start: int, source: Located, nbytes: int) -> None:
+        self.copy(target.part(start, nbytes), source.part(0, nbytes))
 
     def submit(self, work: Callable[[], None], nbytes: int = 0) -> None:
         self._machine.add_work(self._queue, work)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from contextvars import Context, copy_context
 
 import attrs
 
@@ -19,13 +20,15 @@ class Step:
     """Something for the communication stream, once ``num_missing`` copies have been queued.
 
     ``act`` queues it. ``drop`` is called instead if that fails, or a step before it failed (None: nobody cares).
-    ``after``: what it waits for; whoever queues the last copy puts its event there.
+    ``after``: what it waits for; whoever queues the last copy puts its event there. It is queued in the context in
+    which it was made, the fetch's, whatever thread does it.
     """
 
     act: Callable[[], object]
     num_missing: int
     after: Sequence[Event]
     drop: Callable[[], object] | None = None
+    context: Context = attrs.field(factory=copy_context)
 
 
 class GatherOrder:
@@ -80,6 +83,6 @@ class GatherOrder:
         try:
             for event in step.after:
                 self.stream.wait(event)
-            step.act()
+            step.context.run(step.act)
         except BaseException as failure:
             self._failure = failure

@@ -6,16 +6,17 @@ import itertools
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from typing import Protocol
 
 import attrs
 import torch
 
-from streamflow.stages.devices.base import Device, Event, Registrar, Stream
+from streamflow.stages.devices.base import Device, Event, Located, Registrar, Stream
 from streamflow.stages.host_memory import allocate_host
 from streamflow.stages.images import BlockImage
 from streamflow.stages.layout import align_up
-from streamflow.stages.ranks.slices import Run, plan_run
+from streamflow.stages.ranks.slices import Run, clip, plan_clips
 from streamflow.stages.registration.page_lock import PageLock
 from streamflow.stages.signals import LoopEvent
 from streamflow.stages.threads import ThreadCrew, WorkerThread, wait_through
@@ -40,8 +41,13 @@ class PackingListener(Protocol):
 class _StagingBuffer:
     """A page-locked buffer, and the copy that reads it (None: none)."""
 
-    memory: torch.Tensor
+    memory: Located
     reader: Event | None = None
+
+    def wait(self) -> None:
+        """Block until nothing reads it."""
+        if self.reader is not None and not self.reader.is_done():  # each wait gives the interpreter away
+            self.reader.wait()
 
 
 class _Packing:
@@ -57,7 +63,7 @@ class _Packing:
         on_packed: OnPacked | None,
         listener: PackingListener | None = None,
     ) -> None:
-        self._image, self._chunks, self._slot = image, chunks, slot
+        self._image, self._chunks, self._slot = image, chunks, Located(slot)
         self._listener = listener
         self._after: Sequence[Event] | None = after
         self._stream = stream
@@ -77,35 +83,41 @@ class _Packing:
         for helper in helpers:
             helper.pack(self)
 
-    def work(self, buffers: itertools.cycle[_StagingBuffer]) -> None:
+    def work(self, thread: _PackingThread) -> None:
         """Pack chunks until none is left. In a packing thread."""
         try:
-            with self._stream.activate():
-                for index in self._next_chunk:
-                    if index >= len(self._chunks) or self._abandoned or self._failure is not None:
-                        break
-                    self._pack(self._chunks[index], next(buffers))
-                    if self._listener is not None:
-                        self._listener.copied(index)
+            thread.enter_stream()
+            for index in self._next_chunk:
+                if index >= len(self._chunks) or self._abandoned or self._failure is not None:
+                    break
+                self._pack(self._chunks[index], next(thread.buffers))
+                if self._listener is not None:
+                    self._listener.copied(index)
         except BaseException as failure:
             self._failure = failure
         finally:
             self._finish_one()
 
     def _pack(self, chunk: Chunk, buffer: _StagingBuffer) -> None:
-        taken_up = time.perf_counter()
-        if buffer.reader is not None and not buffer.reader.is_done():  # each wait gives the interpreter away
-            buffer.reader.wait()
-        began = time.perf_counter()
-        base = buffer.memory.data_ptr()
-        for part in chunk.parts:
-            self._image.pieces[part.piece].read_into(base + part.chunk_offset, part.start, part.nbytes)
-        if self._on_packed is not None:
+        # Nothing of this is in the processor's caches, for the chunk before went through them, and all of it holds the
+        # interpreter: so no tensor is touched, and no clock is read that nobody asked for.
+        if self._on_packed is None:
+            buffer.wait()
+            self._read(chunk, buffer)
+        else:
+            taken_up = time.perf_counter()
+            buffer.wait()
+            began = time.perf_counter()
+            self._read(chunk, buffer)
             self._on_packed(self._image.name, chunk.nbytes, taken_up, began, time.perf_counter())
-        target = self._slot[chunk.image_offset : chunk.image_offset + chunk.nbytes]
         self._wait_for_slot()
-        self._stream.copy(target, buffer.memory[: chunk.nbytes])
+        self._stream.copy_part(self._slot, chunk.image_offset, buffer.memory, chunk.nbytes)
         buffer.reader = self._stream.record(buffer.reader)
+
+    def _read(self, chunk: Chunk, buffer: _StagingBuffer) -> None:
+        base, pieces = buffer.memory.address, self._image.pieces
+        for part in chunk.parts:
+            pieces[part.piece].read_into(base + part.chunk_offset, part.start, part.nbytes)
 
     def _wait_for_slot(self) -> None:
         # As late as possible: the stream is shared with the block before, whose last chunks must not wait for our slot.
@@ -149,12 +161,29 @@ class _Packing:
 class _PackingThread:
     """A worker thread with staging buffers of its own, so that no two threads contend for one."""
 
-    def __init__(self, thread: WorkerThread, buffers: Sequence[_StagingBuffer]) -> None:
-        self._thread = thread
-        self._buffers = itertools.cycle(buffers)
+    def __init__(self, thread: WorkerThread, stream: Stream, buffers: Sequence[_StagingBuffer]) -> None:
+        self._thread, self._stream = thread, stream
+        self._entered: ExitStack | None = None
+        self.buffers = itertools.cycle(buffers)
 
     def pack(self, packing: _Packing) -> None:
-        self._thread.submit(lambda: packing.work(self._buffers))
+        self._thread.submit(lambda: packing.work(self))
+
+    def enter_stream(self) -> None:
+        """Let what the thread queues go to the stream, until `close`. In the thread."""
+        if self._entered is None:
+            with ExitStack() as entering:
+                entering.enter_context(self._stream.activate())
+                self._entered = entering.pop_all()
+
+    def close(self) -> None:
+        """Leave the stream: the thread is lent, and goes back to its pool when it ends."""
+        self._thread.submit(self._leave_stream)
+
+    def _leave_stream(self) -> None:
+        if self._entered is not None:
+            self._entered.close()
+            self._entered = None
 
 
 class StagedTransfer:
@@ -200,6 +229,8 @@ class StagedTransfer:
         return packing
 
     def close(self) -> None:
+        for thread in self._threads:
+            thread.close()
         self._memory.release()
 
 
@@ -241,11 +272,11 @@ async def open_staged(
     locked = await crew.call(
         lambda: _LockedMemory(device.registrar, total), undo=_LockedMemory.release, name="page-locking"
     )
-    buffers = [
-        _StagingBuffer(locked.memory[i * size : (i + 1) * size]) for i in range(num_threads * BUFFERS_PER_THREAD)
-    ]
+    num_buffers = num_threads * BUFFERS_PER_THREAD
+    buffers = [_StagingBuffer(Located(locked.memory[i * size : (i + 1) * size])) for i in range(num_buffers)]
     threads = [
-        _PackingThread(crew.start(f"streamflow packing {i}"), buffers[i::num_threads]) for i in range(num_threads)
+        _PackingThread(crew.start(f"streamflow packing {i}"), stream, buffers[i::num_threads])
+        for i in range(num_threads)
     ]
     return StagedTransfer(stream, chunks, threads, locked, on_packed)
 
@@ -253,4 +284,5 @@ async def open_staged(
 def _chunks_of(image: BlockImage, chunk_bytes: int, runs: Mapping[str, Sequence[Run]]) -> tuple[Chunk, ...]:
     if image.name not in runs:
         return plan_chunks(image.pieces, chunk_bytes)
-    return tuple(itertools.chain.from_iterable(plan_run(image.pieces, run, chunk_bytes) for run in runs[image.name]))
+    clipped = clip(image.pieces, runs[image.name])
+    return tuple(itertools.chain.from_iterable(plan_clips(clips, chunk_bytes) for clips in clipped))

@@ -139,7 +139,9 @@ class _Opening:
     async def _identify(self, skeleton: nn.Module, checkpoint: Checkpoint) -> SourceIdentity:
         request, config = self._request, self._request.config
         found = await self._crew.call(lambda: _files_of(checkpoint, request.inputs), name="identity")
-        digests = {path: await self.store.source_digest(path) for path in dict.fromkeys(path for _, path in found)}
+        opened = {file.path: file.status for file in checkpoint.files}  # what will be read, whatever has the path then
+        paths = dict.fromkeys(path for _, path in found)
+        digests = {path: await self.store.source_digest(path, opened.get(path)) for path in paths}
         named = [(role, digests[path]) for role, path in found]
 
         def identify() -> SourceIdentity:

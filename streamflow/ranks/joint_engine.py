@@ -22,6 +22,7 @@ from streamflow.stages.feed import Feed
 from streamflow.stages.images import BlockImage
 from streamflow.stages.ranks.errors import RanksDisagreeError
 from streamflow.stages.ranks.local_blocks import choose_local
+from streamflow.stages.ranks.slices import cannot_be_cut
 from streamflow.stages.ranks.wave_walks import WaveWalks
 from streamflow.stages.signals import LoopEvent
 from streamflow.stages.threads import ThreadCrew, open_tasks
@@ -93,6 +94,7 @@ async def plan_jointly(
     shared = {c.name: _gathered(c, moves) for c in components if c.name in orders}
     eligible = {image.name: image.nbytes for images in shared.values() for image in images}
     local = await _local_blocks(ranks, eligible, config, device, crew)
+    local |= cannot_be_cut([image for images in shared.values() for image in images])
     others = {image.name for c in components for image in c.images.values()} - eligible.keys()
     digest = schedule_digest(shared, local=local, chunk_bytes=config.ranks.gather_chunk_bytes, size=ranks.group.size)
     await ranks.agree_on_equal("what they gather", digest)

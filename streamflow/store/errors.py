@@ -183,12 +183,13 @@ class ContentChangedError(StoreError, RuntimeError):
 
 
 class SourceChangedError(StoreError, RuntimeError):
-    """A source file changed while it was hashed."""
+    """A source file changed, or was replaced, while it was opened and hashed."""
 
     def __init__(self, path: str) -> None:
         self.path = path
         super().__init__(
-            StoreCode.OPERATION_FAILED, f"{path} changed while it was hashed; wait until it is written completely"
+            StoreCode.OPERATION_FAILED,
+            f"{path} changed while it was opened and hashed; wait until it is written completely",
         )
 
 

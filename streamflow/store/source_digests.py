@@ -23,16 +23,20 @@ SETTLE_S = 2.0
 _READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
 
 
-async def digest_of_source(root: StoreRoot, path: str, crew: ThreadCrew) -> str:
+async def digest_of_source(root: StoreRoot, path: str, crew: ThreadCrew, opened: os.stat_result | None = None) -> str:
     """The SHA-256 of a file, from the cache where path, inode, size and times are those that were hashed.
 
-    :raises SourceChangedError: if the file changed while it was hashed.
+    ``opened``: the status of a file that was opened at this path before, which has to be the one that is there now.
+
+    :raises SourceChangedError: if the file changed while it was hashed, or is not the one that was opened.
     :raises StoreOperationError: if it cannot be opened.
     :raises SourceReadError: if it cannot be read.
     """
     file = await crew.call(partial(_open, root, path), undo=Descriptor.close, name="source digest")
     try:
         before = await crew.call(partial(_key, file), name="source digest")
+        if opened is not None and before != _key_of(file.path, opened):
+            raise SourceChangedError(file.path)
         known = await crew.call(partial(_recall, root, before), name="source digest")
         if known is not None:
             return known
@@ -55,9 +59,12 @@ def _open(root: StoreRoot, path: str) -> Descriptor:
 
 def _key(file: Descriptor) -> dict[str, Any]:
     """All that can be known of the file without reading it; ctime cannot be set by anybody."""
-    status = os.fstat(file.fileno())
+    return _key_of(file.path, os.fstat(file.fileno()))
+
+
+def _key_of(path: str, status: os.stat_result) -> dict[str, Any]:
     return {
-        "path": file.path,
+        "path": path,
         "device": status.st_dev,
         "inode": status.st_ino,
         "size": status.st_size,

@@ -181,12 +181,14 @@ class HostWeightStore:
             evicted.append(removed)
         return tuple(evicted)
 
-    async def source_digest(self, path: str | os.PathLike[str]) -> str:
+    async def source_digest(self, path: str | os.PathLike[str], opened: os.stat_result | None = None) -> str:
         """The SHA-256 of a source file; remembered while path, inode, size and times stay the same.
 
-        :raises SourceChangedError: if it changed while it was hashed.
+        ``opened``: the status of the file that somebody opened at this path, to read what the digest is to be of.
+
+        :raises SourceChangedError: if it changed while it was hashed, or is not the file that was opened.
         :raises SourceReadError: if it cannot be read.
         :raises StoreOperationError: if it cannot be opened.
         """
         self._access.check()
-        return await digest_of_source(self._access.root, os.fspath(path), self._access.crew)
+        return await digest_of_source(self._access.root, os.fspath(path), self._access.crew, opened)

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
 from typing import Protocol
 
 import torch
 
-from streamflow.stages.devices.base import Device, Event, MemoryReading, Registrar, Stream
+from streamflow.stages.devices.base import Device, Event, Located, MemoryReading, Registrar, Stream
 from streamflow.stages.threads import ThreadCrew
 from streamflow.stages.timing import DeviceClock, Mark
 from streamflow.trace.records import AllocationRecord
 
 #: A block and the number of its fetch (None: it stays on the device).
 Label = tuple[int | None, int | None]
+
+_LABEL: ContextVar[Label] = ContextVar("streamflow fetch", default=(None, None))
 
 
 class CopySink(Protocol):
@@ -56,6 +58,12 @@ class TracedStream:
         end = self._sink.clock.mark(self._inner)
         self._sink.copied(self.name, self._sink.label_at(target.data_ptr()), target.numel(), begin, end)
 
+    def copy_part(self, target: Located, start: int, source: Located, nbytes: int) -> None:
+        begin = self._sink.clock.mark(self._inner)
+        self._inner.copy_part(target, start, source, nbytes)
+        end = self._sink.clock.mark(self._inner)
+        self._sink.copied(self.name, self._sink.label_at(target.address + start), nbytes, begin, end)
+
     def submit(self, work: Callable[[], None], nbytes: int = 0) -> None:
         begin = self._sink.clock.mark(self._inner)
         self._inner.submit(work, nbytes)
@@ -72,19 +80,22 @@ class TracedStream:
         self._inner.end_block()
 
 
-class Fetching(threading.local):
-    """What the calling thread is beginning to fetch: work without an address is for that."""
+class Fetching:
+    """What is being fetched: work without an address is for that. It goes along with the context."""
 
-    label: Label = (None, None)
+    @property
+    def label(self) -> Label:
+        """What the calling context fetches."""
+        return _LABEL.get()
 
     @contextmanager
     def of(self, label: Label) -> Iterator[None]:
-        """Within it, the calling thread begins to fetch ``label``."""
-        self.label = label
+        """Within it, the calling context fetches ``label``."""
+        token = _LABEL.set(label)
         try:
             yield
         finally:
-            self.label = (None, None)
+            _LABEL.reset(token)
 
 
 class TracedDevice:

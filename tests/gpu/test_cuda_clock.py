@@ -70,7 +70,7 @@ async def test_what_has_not_happened_has_no_time_and_old_events_are_used_again()
             stream.record().wait()
             times = [mark.seconds() for mark in marks]
             assert times == sorted(times)  # type: ignore[type-var]
-            assert len(clock._free) >= 900
+            assert len(clock._free) < 500  # each mark of a stream that is idle found one that had been read
 
         await crew.call(measure)
 

@@ -185,7 +185,7 @@ async def _chunk_reading(bench: _Bench, chunk_bytes: int, whole_rate: float) -> 
             bench.communication.submit(partial(communicator.gather, target, chunk.slice_bytes))
         return bench.communication.record()
 
-    link_rate = await bench.rate(sum(run.nbytes for run in runs), copy_slices)
+    link_rate = await bench.rate(plan.copied_bytes, copy_slices)
     gather_rate = await bench.rate(nbytes, gather_chunks)
     with anyio.fail_after(bench.question.step_limit_s):
         transfer = await open_gathered(

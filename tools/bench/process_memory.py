@@ -9,10 +9,19 @@ _KILO = 1024
 
 def proportional_bytes() -> int:
     """This process's memory, shared pages by their share (PSS)."""
+    return _rolled_up("Pss")
+
+
+def private_bytes() -> int:
+    """This process's memory that no other one has, files that it alone has mapped included."""
+    return _rolled_up("Private_Clean") + _rolled_up("Private_Dirty")
+
+
+def _rolled_up(kind: str) -> int:
     for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
-        if line.startswith("Pss:"):
+        if line.startswith(f"{kind}:"):
             return int(line.split()[1]) * _KILO
-    raise OSError("/proc/self/smaps_rollup has no line for Pss")
+    raise OSError(f"/proc/self/smaps_rollup has no line for {kind}")
 
 
 def mapping_kinds(part_of_name: str) -> dict[str, int]:

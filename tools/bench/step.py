@@ -18,11 +18,15 @@ import torch
 
 import streamflow
 from streamflow.tools.bench.flux_shaped import SMALL, FluxShape
+from streamflow.tools.bench.joint_step import joint_question, measure_jointly, print_joint_report
 from streamflow.tools.bench.saved_report import SavedReport
 from streamflow.tools.bench.step_measurement import StepMeasurement, StepOptions
 from streamflow.tools.bench.step_sources import SOURCES
 from streamflow.tools.bench.time_limit import TimeLimit
 from streamflow.tools.terminal import plain_table, print_json, result_console, shown_progress
+
+#: How long ranks that were started here may take, in seconds.
+RANKS_LIMIT_S = 600.0
 
 
 def _options(
@@ -79,13 +83,29 @@ def _options(
 @click.option("--limit", type=click.FloatRange(0), help="Seconds after which no reading begins, and peers are ended.")
 @click.option("--folder", type=click.Path(path_type=Path), help="Where files are made.  [default: of temporary files]")
 @click.option("--output", type=click.Path(dir_okay=False, path_type=Path), help="The JSON object, after each reading.")
+@click.option("--ranks", type=click.IntRange(2), help="Ranks that gather: torchrun's, or processes made here.")
+@click.option(
+    "--gather-chunk-mib", type=click.IntRange(1), multiple=True, help="Gathered at once by ranks; repeat to sweep."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the readings as one JSON object.")
-def step(*, folder: Path | None, output: Path | None, limit: float | None, as_json: bool, **options: Any) -> None:
+def step(
+    *,
+    folder: Path | None,
+    output: Path | None,
+    limit: float | None,
+    ranks: int | None,
+    gather_chunk_mib: Sequence[int],
+    as_json: bool,
+    **options: Any,
+) -> None:
     """One step of a FLUX.1-shaped transformer: streamed against resident and the link limit, in one run.
 
     On CUDA the full size (23.7 GB of random bfloat16); on the CPU a small one in float32. A checkpoint, and a store,
     take as much on disk each.
     """
+    if ranks is not None:
+        _step_of_ranks(ranks, gather_chunk_mib, folder, limit, as_json, options)
+        return
     report = SavedReport(output)
     with tempfile.TemporaryDirectory(prefix="streamflow-bench-", dir=folder) as made, shown_progress() as bars:
         chosen = _options(folder=Path(made), **options)
@@ -98,6 +118,33 @@ def step(*, folder: Path | None, output: Path | None, limit: float | None, as_js
     else:
         _print(report.values)
     if not all(reading["equal"] for reading in report.values["readings"]):
+        raise click.exceptions.Exit(1)
+
+
+def _step_of_ranks(
+    ranks: int, chunk_mib: Sequence[int], folder: Path | None, limit: float | None, as_json: bool, given: dict[str, Any]
+) -> None:
+    sources, sizes = given["source"] or ("store",), given["image_px"] or (None,)
+    if len(sources) + len(sizes) > 2 or sources[0] == "checkpoint":
+        raise click.UsageError("with --ranks there is one --px and one --source, the module or the store")
+    question = joint_question(
+        given["device"],
+        sizes[0],
+        sources[0],
+        chunk_mib,
+        folder,
+        window_blocks=given["window"],
+        num_rounds=given["rounds"],
+        steps_per_round=4,
+    )
+    report = anyio.run(measure_jointly, question, ranks, limit or RANKS_LIMIT_S)
+    if report is None:
+        return
+    if as_json:
+        print_json(report)
+    else:
+        print_joint_report(report)
+    if report["problem"] is not None or not all(reading["equal"] for reading in report["readings"]):
         raise click.exceptions.Exit(1)
 
 

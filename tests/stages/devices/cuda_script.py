@@ -36,6 +36,7 @@ class FakeEvent:
 
     blocking: bool = False
     recorded_on: FakeStream | None = None
+    cuda_event: int = attrs.field(factory=itertools.count(5000).__next__)
 
     def record(self, stream: FakeStream) -> None:
         self.recorded_on = stream
@@ -124,6 +125,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     """A script, in the place of `torch.cuda`."""
     fake = FakeCuda()
     monkeypatch.setattr(cuda_module, "_STREAMS", cuda_module._StreamRegistry())
+    monkeypatch.setattr(cuda_module, "driver_queue", lambda: None)
     monkeypatch.setattr(torch, "empty", fake.empty)
     for name, value in {
         "Event": FakeEvent,

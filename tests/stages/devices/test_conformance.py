@@ -9,7 +9,7 @@ import anyio
 import pytest
 import torch
 
-from streamflow.stages.devices.base import Device
+from streamflow.stages.devices.base import Device, Located
 from streamflow.stages.devices.cpu import CpuDevice
 from streamflow.stages.errors import DeviceMemoryError, DeviceStreamError
 from streamflow.stages.host_memory import allocate_host
@@ -44,6 +44,32 @@ async def test_copies_on_one_stream_happen_in_order(device: Device) -> None:
         await crew.call(stream.record().wait)
         assert values_in(buffer) == {19}
         device.free(buffer)
+
+
+async def test_parts_of_page_locked_memory_go_to_their_places_from_any_thread(device: Device) -> None:
+    memory = allocate_host(4 * NBYTES)
+    async with open_device(device) as crew:
+        lock = await crew.call(partial(PageLock, device.registrar, memory))
+        stream, buffer = device.open_copy_stream("copy"), Located(device.allocate(4 * NBYTES))
+        stream.copy(buffer.tensor, host(0, 4 * NBYTES))
+
+        def copy(index: int) -> None:
+            source = Located(memory[index * NBYTES : (index + 1) * NBYTES])
+            event = stream.record()
+            for value in (11, 1 + index):
+                event.wait()
+                source.tensor.fill_(value)
+                stream.copy_part(buffer, (3 - index) * NBYTES, source, NBYTES - index)
+                event = stream.record(event)
+            event.wait()
+            assert event.is_done()
+
+        for index in range(4):  # each in a thread of its own
+            await crew.call(partial(copy, index))
+        expected = [value for index in (3, 2, 1, 0) for value in [1 + index] * (NBYTES - index) + [0] * index]
+        assert buffer.tensor.tolist() == expected
+        await crew.call(lock.release)
+        device.free(buffer.tensor)
 
 
 async def test_an_event_orders_one_stream_after_another(device: Device) -> None:
@@ -328,8 +354,9 @@ async def test_a_failure_goes_on_to_who_waits_for_it(python_device: Device) -> N
         bad.submit(fail)
         waiter.wait(bad.record())
         waiter.submit(lambda: ran.append("work that needed it"))
-        with pytest.raises(DeviceStreamError, match="'waiter'"):
+        with pytest.raises(DeviceStreamError, match=r"'waiter'.*'bad'.*the disk is gone") as caught:
             await crew.call(waiter.record().wait)
+        assert isinstance(caught.value.cause, OSError)
         assert ran == []
 
 

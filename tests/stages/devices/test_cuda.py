@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from streamflow.stages.devices.base import Located
 from streamflow.stages.devices.cuda import CudaDevice, CudaStream
 from streamflow.stages.errors import DeviceMemoryError, HostRegistrationError
 from streamflow.stages.host_memory import allocate_host
@@ -74,6 +75,38 @@ async def test_a_refused_registration_leaves_the_device_usable() -> None:
         lock.release()
         assert not memory.is_pinned()
         device.free(buffer)
+
+
+async def test_after_a_threads_first_copy_the_driver_does_them_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not torch, which does a thread's first one; and exactly, in the stream's order."""
+    device, by_torch, original = CudaDevice(), [0], CudaStream.copy
+
+    def counted(*args: torch.Tensor) -> None:
+        by_torch[0] += 1
+        original(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(CudaStream, "copy", counted)
+    memory = allocate_host(MIB)
+    memory.copy_(torch.arange(MIB) % 251)
+    async with open_device(device) as crew:
+        lock = PageLock(device.registrar, memory)
+        stream, buffer = device.open_copy_stream("copy"), Located(device.allocate(4 * MIB))
+
+        def pack() -> None:
+            with stream.activate():
+                event, source = None, Located(memory)
+                for index in range(64):
+                    stream.copy_part(buffer, index % 4 * MIB, source, MIB)
+                    event = stream.record(event)
+                assert event is not None
+                event.wait()
+                assert event.is_done()
+
+        await crew.call(pack)
+        assert by_torch[0] <= 1
+        assert all(torch.equal(part, memory) for part in buffer.tensor.cpu().split(MIB))
+        lock.release()
+        device.free(buffer.tensor)
 
 
 def _add_one(buffer: torch.Tensor) -> None:

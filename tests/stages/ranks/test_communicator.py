@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from streamflow.stages.devices.cpu import CpuDevice
+from streamflow.stages.errors import DeviceStreamError
 from streamflow.stages.images import memory_image, view_of
 from streamflow.stages.layout import ImageLayout, TensorSpec, contiguous_stride, plan_layout
 from streamflow.stages.ranks import communicator as module
@@ -138,6 +139,40 @@ def test_a_rank_that_ends_or_stands_still_is_noticed_in_time(size: int, how: str
         for message, seconds in ranks.answers(of=range(size - 1)):
             assert "close the offload on every rank and open new ones" in message
             assert seconds < TIMEOUT_S + 2
+
+
+@pytest.mark.parametrize("staged", [None, StagingOptions(2, 2048)], ids=["direct", "staged"])
+@pytest.mark.parametrize("how", ["killed", "stopped"])
+def test_fetches_fail_in_time_where_a_rank_does_not_come_any_more(how: str, staged: StagingOptions | None) -> None:
+    """And the transfer, its device and threads close at once then, with nothing left in use."""
+    blocks = mixed_blocks()
+
+    async def fetch_until_it_fails(rank: Rank) -> tuple[str, float, float]:
+        device, communicator = CpuDevice(), joined(rank, timeout_s=TIMEOUT_S)
+        async with open_rank(device, blocks, communicator, window_slots=2, chunk_bytes=4096, staged=staged) as opened:
+            rank.say("fetching")
+            while True:
+                began = time.monotonic()
+                try:
+                    await opened.fetch_in_order(blocks, [0, 1, 2, 3])
+                except DeviceStreamError as failure:
+                    reason, failed = type(failure.cause).__name__, time.monotonic()
+                    break
+        assert device.memory().in_use == 0
+        communicator.close()
+        return reason, failed - began, time.monotonic() - failed
+
+    with forked_ranks(3, lambda rank: anyio.run(fetch_until_it_fails, rank)) as ranks:
+        for number in range(3):
+            ranks.wait_for("fetching", of=number)
+        if how == "killed":
+            ranks.kill(2)
+        else:
+            ranks.stop(2)
+        for reason, seconds_to_fail, seconds_to_close in ranks.answers(of=(0, 1)):
+            assert reason == "GatherError"
+            assert seconds_to_fail < TIMEOUT_S + 2
+            assert seconds_to_close < 2
 
 
 def test_the_error_is_the_one_that_names_the_rank() -> None:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamflow.stages.layout import ALIGNMENT_BYTES
-from streamflow.stages.ranks.slices import GatherChunk, GatherPlan, Run, check_can_be_cut, plan_gather, plan_run
+from streamflow.stages.ranks.slices import GatherChunk, GatherPlan, Run, cannot_be_cut, clip, plan_clips, plan_gather
 
 SIZES = st.integers(1, 9)
 CHUNKS = st.integers(ALIGNMENT_BYTES, 20_000)
@@ -49,7 +49,7 @@ def test_what_the_ranks_copy_is_the_image_and_the_tail_once_more_for_each_other_
 ) -> None:
     plan = plan_gather(nbytes, size, chunk_bytes)
     copied = [sum(run.nbytes for run in plan.runs_of(rank)) for rank in range(size)]
-    assert len(set(copied)) == 1
+    assert set(copied) == {plan.copied_bytes}
     assert sum(copied) == nbytes + (size - 1) * plan.tail_bytes
 
 
@@ -100,8 +100,9 @@ def test_packing_a_run_reads_what_of_the_pieces_lies_in_it_once(
     pieces: list[ToyPiece], offset: int, nbytes: int, chunk_bytes: int
 ) -> None:
     run = Run(offset, nbytes)
+    (clips,) = clip(pieces, [run])
     packed: list[int] = []
-    for chunk in plan_run(pieces, run, chunk_bytes):
+    for chunk in plan_clips(clips, chunk_bytes):
         assert chunk.nbytes <= chunk_bytes
         assert run.offset <= chunk.image_offset
         assert chunk.image_offset + chunk.nbytes <= run.end
@@ -114,8 +115,18 @@ def test_packing_a_run_reads_what_of_the_pieces_lies_in_it_once(
     assert packed == sorted(in_pieces & set(range(run.offset, run.end)))
 
 
+@given(toy_pieces(), st.lists(st.tuples(st.integers(0, 5000), st.integers(0, 5000)), max_size=4))
+def test_clips_are_what_runs_and_pieces_have_in_common(pieces: list[ToyPiece], extents: list[tuple[int, int]]) -> None:
+    runs = [Run(offset, nbytes) for offset, nbytes in extents]
+    for run, clips in zip(runs, clip(pieces, runs), strict=True):
+        assert [(c.piece, c.offset_bytes, c.nbytes) for c in clips] == [
+            (index, max(run.offset, piece.offset_bytes), length)
+            for index, piece in enumerate(pieces)
+            if (length := min(run.end, piece.offset_bytes + piece.nbytes) - max(run.offset, piece.offset_bytes)) > 0
+        ]
+        assert all(c.start == c.offset_bytes - pieces[c.piece].offset_bytes for c in clips)
+
+
 def test_images_whose_pieces_cannot_be_cut_are_named() -> None:
     whole = ToyImage("block 7", (ToyPiece(0, 10), ToyPiece(256, 10, splittable=False)))
-    check_can_be_cut([ToyImage("block 6", (ToyPiece(0, 10),))])
-    with pytest.raises(ValueError, match=r"block 7: .* fetch these blocks whole on every rank"):
-        check_can_be_cut([ToyImage("block 6", (ToyPiece(0, 10),)), whole])
+    assert cannot_be_cut([ToyImage("block 6", (ToyPiece(0, 10),)), whole, ToyImage("empty", ())]) == {"block 7"}

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 
 import anyio
@@ -13,7 +14,7 @@ import anyio.to_thread
 import pytest
 
 from streamflow.stages.devices.base import Device
-from streamflow.stages.devices.cpu import CpuDevice
+from streamflow.stages.devices.cpu import CpuCopyStream, CpuDevice
 from streamflow.stages.errors import EngineBrokenError, HostRegistrationError, SourceReadError
 from streamflow.stages.events import EngineFailed, FetchFailed
 from streamflow.stages.images import MemoryPiece, Piece
@@ -82,6 +83,25 @@ async def staging_of(device: Device, blocks: ToyBlocks) -> int:
     async with open_walker(device, blocks, EngineOptions(1), open_staged(blocks)) as walker:
         assert await walker.run([list(blocks.images)]) == len(blocks.images)
         return walker.engine.statistics().staging_bytes
+
+
+async def test_each_packing_thread_enters_the_stream_once_and_leaves_it_before_it_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The threads are lent: what is current in them would stay so for whoever gets them next."""
+    entered: list[int] = []
+    left: list[int] = []
+
+    @contextmanager
+    def activate(stream: CpuCopyStream) -> Iterator[None]:
+        entered.append(threading.get_ident())
+        yield
+        left.append(threading.get_ident())
+
+    monkeypatch.setattr(CpuCopyStream, "activate", activate)
+    await stream_three_passes(CpuDevice(), toy_blocks([[100_000]] * 5), num_threads=3, chunk_bytes=1024)
+    assert 1 <= len(entered) == len(set(entered)) <= 3
+    assert sorted(left) == sorted(entered)
 
 
 async def test_staging_is_bounded_by_chunks_and_threads() -> None:

@@ -11,12 +11,14 @@ import torch
 from torch import nn
 
 import streamflow
+from streamflow.host_weights import streaming
 from streamflow.host_weights.errors import AmbiguousOwnershipError, EntryMissingError, UndeclaredProducerError
 from streamflow.host_weights.load_inputs import LoadInputs
 from streamflow.stages.errors import EngineBrokenError
 from streamflow.store.codes import StoreCode
-from streamflow.store.errors import EntryRejectedError, IdentityCollisionError, StoreError
+from streamflow.store.errors import EntryRejectedError, IdentityCollisionError, SourceChangedError, StoreError
 from streamflow.store.reports import StoreOutcome
+from streamflow.weights.checkpoint import Checkpoint
 from tests.streamflow.host_weights.kit import CASE, REFUSED, Stored, report_of
 from tests.streamflow.kit import compare, resident_digests
 from tests.streamflow.models import Mlp, Stack, seeded
@@ -59,6 +61,30 @@ def _save_in(stored: Stored, dtype: torch.dtype) -> None:
 
     tensors = {name: tensor.to(dtype) for name, tensor in stored.case.build().state_dict().items()}
     save_file(tensors, stored.checkpoint / "model.safetensors")
+
+
+async def test_a_checkpoint_that_is_replaced_after_it_was_opened_is_never_stored_under_the_others_name(
+    stored: Stored, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files are opened, then hashed by their paths: what is read has to be what was hashed."""
+    original = streaming.open_checkpoint
+
+    def replaced_at_once(path: Path) -> Checkpoint:
+        checkpoint = original(path)
+        file = stored.checkpoint / "model.safetensors"
+        others = file.with_name("others")
+        others.write_bytes(file.read_bytes())
+        others.rename(file)
+        return checkpoint
+
+    monkeypatch.setattr(streaming, "open_checkpoint", replaced_at_once)
+    report = await stored.stream_and_compare("preferred")
+    assert report.outcome is StoreOutcome.CANONICAL_FALLBACK
+    assert "changed while it was opened and hashed" in report.reason
+    with pytest.raises(SourceChangedError):
+        async with stored.streamed("required"):
+            raise AssertionError("it was opened")
+    assert stored.entries == []
 
 
 async def test_without_an_entry_required_fails_and_loads_nothing(stored: Stored) -> None:

@@ -86,7 +86,6 @@ def test_every_rank_gets_its_own_picture(size: int, backend: str) -> None:
         in_worker(lambda seed=seed: sha256_of(denoise(aligned_reference(Denoiser()), seed, STEPS)))
         for seed in range(size)
     ]
-    print(answers)
     assert [digest for digest, _ in answers] == expected
     assert len(set(expected)) == size
     assert {transfer for _, (transfer, _, _) in answers} == {"gathered"}

@@ -111,6 +111,24 @@ async def test_new_bytes_of_the_same_size_and_time_are_noticed(root: Path, sourc
         assert await store.source_digest(source) == sha(source) != before
 
 
+@pytest.mark.parametrize("is_remembered", [False, True])
+async def test_a_file_that_replaced_the_opened_one_is_not_hashed_for_it(
+    root: Path, source: Path, later: Later, is_remembered: bool
+) -> None:
+    later(SETTLE_S + 1 if is_remembered else 0)
+    opened_before = source.stat()
+    other = source.with_name("other")
+    other.write_bytes(source.read_bytes()[::-1])
+    async with opened(root) as store:
+        assert await store.source_digest(source, opened_before) == sha(source)
+        other.rename(source)
+        if is_remembered:
+            await store.source_digest(source)
+        with pytest.raises(SourceChangedError, match="changed while it was opened and hashed"):
+            await store.source_digest(source, opened_before)
+        assert await store.source_digest(source, source.stat()) == sha(source)
+
+
 @pytest.mark.parametrize("field", ["path", "device", "inode", "size", "mtime_ns", "ctime_ns", "sha256"])
 async def test_a_remembered_digest_that_does_not_fit_is_not_used(
     root: Path, source: Path, later: Later, field: str
