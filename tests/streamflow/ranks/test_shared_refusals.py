@@ -87,7 +87,7 @@ DIFFERENCES: dict[str, tuple[Change, str | None, str | None]] = {
 }
 
 
-@pytest.mark.parametrize("is_required", [True, False])
+@pytest.mark.parametrize(("is_required", "anyio_backend"), [(True, "trio"), (False, "asyncio")])
 @pytest.mark.parametrize("what", DIFFERENCES)
 async def test_a_rank_with_other_weights_is_named(what: str, is_required: bool) -> None:
     change, where, tensor = DIFFERENCES[what]
@@ -100,8 +100,8 @@ async def test_a_rank_with_other_weights_is_named(what: str, is_required: bool) 
         assert (tensor or where or NAME) in str(failure)
 
 
-@pytest.mark.parametrize("changed", [{0}, {2}, {1, 2}, {0, 1}, {0, 1, 2}], ids=str)
-@pytest.mark.parametrize("index", [0, 2, 5])
+@pytest.mark.parametrize("changed", [{0}, {1, 2}, {0, 1}, {0, 1, 2}], ids=str)
+@pytest.mark.parametrize("index", [0, 5])
 @pytest.mark.parametrize("anyio_backend", ["trio"])
 async def test_whoever_packs_a_part_a_rank_that_differs_from_rank_0_is_named(changed: set[int], index: int) -> None:
     changes: dict[int, Change] = dict.fromkeys(changed, lambda model: flip(block(model, index).down.weight))
@@ -151,6 +151,7 @@ async def test_buffers_that_are_in_no_state_dict_are_each_ranks_own() -> None:
 
 
 @pytest.mark.parametrize("what", DIFFERENCES)
+@pytest.mark.parametrize("anyio_backend", ["trio"])
 async def test_ranks_that_cannot_share_must_have_the_same_weights_all_the_more(
     what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -161,6 +162,7 @@ async def test_ranks_that_cannot_share_must_have_the_same_weights_all_the_more(
         assert (failure.component, failure.rank, failure.block, failure.tensor) == (NAME, 1, where, tensor)
 
 
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])
 async def test_ranks_that_cannot_share_may_have_any_tensors_that_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_images, "available_host_bytes", lambda: 1)
     for case in CASES:
@@ -248,7 +250,7 @@ async def test_ranks_that_cannot_find_each_others_memory_are_told_what_differs(
 # Ranks that go away
 
 
-@pytest.mark.parametrize("gone", [0, 2])
+@pytest.mark.parametrize(("gone", "anyio_backend"), [(0, "asyncio"), (2, "trio")])
 @pytest.mark.parametrize("step", range(len(STEPS)))
 async def test_a_rank_that_is_cancelled_ends_the_opening_of_all(step: int, gone: int) -> None:
     scopes = [anyio.CancelScope() for _ in range(3)]
