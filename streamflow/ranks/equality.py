@@ -39,12 +39,12 @@ def differing_tensor(image: BlockImage, part: Part, copy_address: int, read: Rea
     differs = torch.zeros(region.nbytes, dtype=torch.bool, device="cpu")
     differs[part.start : end] = piece.data[part.start : end] != copied
     for view in image.layout.views:
-        if view.name in region.names and bool(_bytes_of(view, region, differs).any()):
+        if view.name in region.names and bool(bytes_of_view(view, region, differs).any()):
             return view.name
     return None
 
 
-def _bytes_of(view: TensorView, region: Region, memory: torch.Tensor) -> torch.Tensor:
+def bytes_of_view(view: TensorView, region: Region, memory: torch.Tensor) -> torch.Tensor:
     """What ``memory``, which has an element for each byte of the region, has for the bytes of a tensor's elements."""
     size = DTYPE_BYTES[view.dtype]
     stride = [size * step for step in view.stride]

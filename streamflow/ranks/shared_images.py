@@ -74,11 +74,12 @@ async def open_shared_images(
     except BaseException as failure:
         await crew.call_through(opening.undo.close)
         if isinstance(failure, StepRefusedError):
-            raise _as_error(component, failure) from failure.__cause__
+            raise as_error(component, failure) from failure.__cause__
         raise
 
 
-def _as_error(component: str, failure: StepRefusedError) -> SharedImagesError | WeightsDifferError:
+def as_error(component: str, failure: StepRefusedError) -> SharedImagesError | WeightsDifferError:
+    """What a refused step means to who wanted it; ``details`` of a refusal are the fields of a `WeightsDifferError`."""
     for refusal in failure.refusals:
         if refusal.details is None:
             return SharedImagesError(component, refusal.rank, refusal.reason)

@@ -16,7 +16,8 @@ from streamflow.host_weights.ownership import FIXED
 from streamflow.host_weights.remapping import give_memory_back, show, views_of_image
 from streamflow.ranks.agreement import Agreement
 from streamflow.ranks.decisions import agree_on_registration
-from streamflow.ranks.errors import SharedImagesError, WeightsDifferError
+from streamflow.ranks.equal_weights import check_equal_weights
+from streamflow.ranks.errors import SharedImagesError
 from streamflow.ranks.shared_images import SharedImages, open_shared_images
 from streamflow.stages.devices.base import Device
 from streamflow.stages.host_memory import allocate_host
@@ -45,11 +46,11 @@ class SharingReport:
     """What came of sharing a component's weights among the ranks of a group, the same on each of them.
 
     ``shared_bytes`` lie in the one copy of all ranks. ``failure`` is why there is none, so that each rank has its own
-    weights; of these it is only known that they are the same if it is no `WeightsDifferError`.
+    weights, the same as the others'.
     """
 
     shared_bytes: int = 0
-    failure: SharedImagesError | WeightsDifferError | None = None
+    failure: SharedImagesError | None = None
 
 
 @attrs.frozen
@@ -69,13 +70,15 @@ class SharedPiece(PieceInFile):
 
 class SharedModuleSource(ModuleSource):
     """The tensors that are in the module, in one host copy that the ranks of ``agreement`` share, each of which has
-    loaded ``component`` itself; or, where they cannot share, each in its own, as `ModuleSource` has them.
+    loaded ``component`` itself; or, where they cannot share, each in its own, as `ModuleSource` has them, once it is
+    known that they are the same.
 
     Blocks stream from the copy, page-locked on all ranks or on none. The module's tensors show it, too, through a
     private mapping: they read as before while the offload is open, and once it is closed they may be written. What is
     not shared: tensors outside the blocks that are in no state dict.
 
-    ``is_required``: not to be shared is an error. ``num_pin_threads`` is for images of this rank alone.
+    ``is_required``: not to share is an error; to have different weights always is. ``num_pin_threads`` is for images of
+    this rank alone.
     """
 
     def __init__(
@@ -108,11 +111,12 @@ class SharedModuleSource(ModuleSource):
         """Share, or do as `ModuleSource` does. Cancellable; whatever happens, the module has its weights.
 
         :raises SharedImagesError: if the ranks cannot share and have to; on all of them alike.
-        :raises WeightsDifferError: if they have different weights, and have to share; on all of them alike.
+        :raises WeightsDifferError: if they have different weights; on all of them alike.
         """
         self._device_is_host = device.is_host
         shared = await self._share(crew)
         if shared is None:
+            await self._check_equal(crew)
             await super().prepare(device, crew)
             return
         await crew.call(give_memory_back, name="giving memory back")
@@ -122,7 +126,7 @@ class SharedModuleSource(ModuleSource):
         """The copy, which the module's tensors show; None, with `sharing` saying why: there is none."""
         try:
             shared = await self._open(crew)
-        except (SharedImagesError, WeightsDifferError) as failure:
+        except SharedImagesError as failure:
             if self._is_required:
                 raise
             _log.warning("each rank keeps its own weights of %s: %s", self._component, failure)
@@ -135,11 +139,18 @@ class SharedModuleSource(ModuleSource):
         return shared
 
     async def _open(self, crew: ThreadCrew) -> SharedImages:
+        threads = self._options.effective_packing_threads
+        return await open_shared_images(self._component, self._own_images(), self._agreement, crew, threads)
+
+    async def _check_equal(self, crew: ThreadCrew) -> None:
+        threads = self._options.effective_packing_threads
+        await check_equal_weights(self._component, self._own_images(), self._agreement, crew, threads)
+
+    def _own_images(self) -> tuple[BlockImage, ...]:
+        """What is to be shared, where it lies in the module's tensors."""
         tensors = {owned.name: owned.tensor.data for owned in self._shared_fixed}
         fixed = BlockImage(FIXED, self._fixed_layout, memory_pieces(self._fixed_layout, tensors))
-        images = (*module_images(self._blocks).values(), fixed)
-        threads = self._options.effective_packing_threads
-        return await open_shared_images(self._component, images, self._agreement, crew, threads)
+        return (*module_images(self._blocks).values(), fixed)
 
     def _show(self, shared: SharedImages) -> None:
         """Point the module's tensors at the copy; nothing can fail here on one rank alone."""

@@ -2,146 +2,41 @@
 
 from __future__ import annotations
 
-import gc
+import json
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
-import anyio
 import anyio.to_thread
 import attrs
 import pytest
-import torch
-from torch import nn
 
-from streamflow.host_weights.remapping import give_memory_back
 from streamflow.ranks.agreement import Agreement
 from streamflow.ranks.errors import WeightsDifferError
 from streamflow.stages.devices.cpu import CpuDevice
-from streamflow.stages.ranks.coordinator import open_coordinator
 from streamflow.stages.ranks.errors import RankLostError
-from streamflow.stages.ranks.meeting import default_store
-from streamflow.stages.ranks.options import WaveOptions
-from streamflow.stages.ranks.star import open_star
-from streamflow.stages.threads import open_threads
-from tests.ranks import Rank, forked_ranks, run_ranks
+from tests.ranks import forked_ranks, run_ranks
 from tests.streamflow.ranks.kit import STEPS, copies_left, opened
+from tests.streamflow.ranks.processes import Matrices, are_right, in_rank
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(90)]
 
 MIB = 1 << 20
-#: That of 64 matrices of this width.
-MODEL_BYTES, WIDTH = 64 * MIB, 512
+MODEL_BYTES = 64 * MIB
 #: The window (2 MiB), and what threads and the interpreter take more or less from one reading to the next.
 NOISE_BYTES = 5 * MIB
-OPTIONS = WaveOptions(max_passes=1, rank_deadline_s=5.0, heartbeat_s=0.01)
-#: What a child does once it can agree with the others; returns what the test looks at.
-Body = Callable[[Agreement], Awaitable[Any]]
-
-
-class Matrices(nn.Module):
-    """64 matrices, all but one of them in blocks."""
-
-    class Matrix(nn.Module):
-        def __init__(self, width: int, number: int) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(values(width, number), requires_grad=False)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            out: torch.Tensor = x @ self.weight
-            return out
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.width = width
-        self.blocks = nn.ModuleList(self.Matrix(width, number) for number in range(63))
-        self.head = self.Matrix(width, 63)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for each in self.blocks:
-            x = each(x)
-        out: torch.Tensor = self.head(x)
-        return out
-
-
-def values(width: int, number: int) -> torch.Tensor:
-    return torch.arange(width * width, dtype=torch.float32).view(width, width).add_(number)
-
-
-def are_right(model: Matrices, but: str = "") -> bool:
-    """Whether ``state_dict()`` says of every weight but one what it was made of."""
-    found = {name: tensor for name, tensor in model.state_dict().items() if name != but}
-    numbers = {name: int(name.split(".")[1]) if name.startswith("blocks") else 63 for name in found}
-    return all(torch.equal(tensor, values(model.width, numbers[name])) for name, tensor in found.items())
-
-
-def in_rank(body: Body) -> Callable[[Rank], object]:
-    """What a child does: join, agree that all are there, run ``body``."""
-
-    @asynccontextmanager
-    async def agreeing(rank: Rank) -> AsyncIterator[Agreement]:
-        deadline_s = OPTIONS.rank_deadline_s
-        async with (
-            open_threads() as crew,
-            open_star(
-                crew, default_store(), "test", rank=rank.rank, size=rank.size, timeout_s=deadline_s, arrival_s=20.0
-            ) as control,
-            open_coordinator(control, crew, OPTIONS) as coordinator,
-        ):
-            yield coordinator
-
-    async def main(rank: Rank) -> object:
-        async with agreeing(rank) as agreement:
-            return await body(agreement)
-
-    def work(rank: Rank) -> object:
-        gc.freeze()  # what is collected here need not be looked through, nor copied for it
-        rank.join()
-        return anyio.run(main, rank, backend=("asyncio", "trio")[rank.rank % 2])
-
-    return work
-
-
-def memory() -> dict[str, int]:
-    """Bytes of this process by kind, once all is settled."""
-    gc.collect()
-    give_memory_back()
-    lines = (line.split() for line in Path("/proc/self/smaps_rollup").read_text().splitlines()[1:])
-    found = {name.rstrip(":"): int(kilobytes) * 1024 for name, kilobytes, *_ in lines}
-    return {name: found[name] for name in ("Pss", "Private_Dirty")}
-
-
-async def share(agreement: Agreement) -> dict[str, Any]:
-    """What a rank takes before it loads, with its own weights, while they are shared, and after closing."""
-    readings: dict[str, dict[str, int]] = {}
-
-    async def measure(when: str) -> None:
-        await agreement.agree(f"all are there: {when}", None)
-        readings[when] = memory()
-        await agreement.agree(f"all have measured: {when}", None)
-
-    async with opened(Matrices(WIDTH), agreement, {"packing_threads": 2}, CpuDevice()):
-        await agreement.agree("what is needed once is there", None)
-    await measure("before")
-    model = Matrices(WIDTH)
-    await measure("loaded")
-    async with opened(model, agreement, {"packing_threads": 2}, CpuDevice()):
-        is_right = [are_right(model)]
-        await measure("open")
-    is_right.append(are_right(model))
-    await measure("closed")
-    del model
-    return {"readings": readings, "is_right": is_right, "left": copies_left()}
 
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_a_rank_takes_its_part_of_one_copy_and_nothing_of_its_own(size: int) -> None:
-    for rank in run_ranks(size, in_rank(share)):
+    command = [sys.executable, "-m", "tests.streamflow.ranks.processes", str(size)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=80, check=False)
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert len(told) == size
+    for rank in told:
         before = rank["readings"].pop("before")
         more = {when: {kind: now[kind] - before[kind] for kind in now} for when, now in rank["readings"].items()}
         for kind in ("Pss", "Private_Dirty"):

@@ -102,6 +102,7 @@ async def test_blocks_are_staged_for_the_reason_given_and_exact(open_source: Cal
     assert device.script.registered == {}
 
 
+@pytest.mark.parametrize("anyio_backend", ["trio"])
 async def test_a_direct_transfer_that_was_asked_for_is_refused(open_source: Callable[..., Opening]) -> None:
     device = RegisteringDevice()
     with pytest.raises(ConfigurationError, match=REASON):
