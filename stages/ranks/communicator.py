@@ -7,13 +7,15 @@ two orders on one communicator hang. This one is used from one communication str
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from streamflow.stages.ranks.errors import GatherError
 
@@ -59,35 +61,36 @@ class Communicator(Protocol):
 
 
 class TorchCommunicator:
-    """A communicator over a process group of torch.distributed: NCCL or gloo.
+    """A communicator over a backend of torch.distributed: NCCL or gloo.
 
-    It owns ``group``, which nobody else may use. The group's timeout bounds a gather under gloo. ``blame``: what makes
-    of a `GatherError` the error to raise; None: it is raised as it is.
+    It owns ``backend``, which nobody else may use. The backend's timeout bounds a gather under gloo. ``blame``: what
+    makes of a `GatherError` the error to raise; None: it is raised as it is.
     """
 
-    def __init__(self, group: dist.ProcessGroup, blame: Blame | None = None) -> None:
-        self.rank, self.size = group.rank(), group.size()
-        self._group: dist.ProcessGroup | None = group
+    def __init__(self, backend: Any, rank: int, size: int, blame: Blame | None = None) -> None:
+        self.rank, self.size = rank, size
+        self._backend: Any = backend
         self._blame = blame
         self._lock = threading.Lock()
         self._failure: Exception | None = None
         self._aborted = False
 
     def gather(self, target: torch.Tensor, slice_bytes: int) -> None:
-        group = self._usable_group()
+        backend = self._usable_backend()
         own = target[self.rank * slice_bytes : (self.rank + 1) * slice_bytes]
         try:
-            _all_gather(target[: self.size * slice_bytes], own, group)
+            # on NCCL this makes the current stream wait, on gloo the thread
+            backend._allgather_base(target[: self.size * slice_bytes], own, _in_turn()).wait()
         except Exception as failure:  # RuntimeError, and torch.distributed's own, by backend and version
             self._failure = self._blamed(failure)
             raise self._failure from failure
 
-    def _usable_group(self) -> dist.ProcessGroup:
+    def _usable_backend(self) -> Any:
         if self._failure is not None:
             raise self._failure
-        if self._aborted or self._group is None:
+        if self._aborted or self._backend is None:
             raise GatherError(self.rank, self.size, "it was given up here before")
-        return self._group
+        return self._backend
 
     def _blamed(self, failure: Exception) -> Exception:
         error = GatherError(self.rank, self.size, f"{type(failure).__name__}: {failure}")
@@ -95,54 +98,65 @@ class TorchCommunicator:
 
     def abort(self) -> None:
         with self._lock:
-            group, first = self._group, not self._aborted
+            backend, first = self._backend, not self._aborted
             self._aborted = True
-        if group is not None and first:
-            _abort(group)
+        if backend is not None and first:
+            _call_if_there(backend, "abort", "_abort")  # gloo can do nothing: its timeout ends a gather
 
     def close(self) -> None:
         with self._lock:
-            group, self._group = self._group, None
-        if group is not None:
-            dist.destroy_process_group(group)
+            backend, self._backend = self._backend, None
+        if backend is not None and not self._aborted:
+            _call_if_there(backend, "shutdown", "_shutdown")
 
 
 def new_communicator(
-    ranks: Sequence[int], device: torch.device, *, timeout_s: float, blame: Blame | None = None
+    store: Store,
+    name: str,
+    rank: int,
+    size: int,
+    device: torch.device,
+    *,
+    timeout_s: float,
+    blame: Blame | None = None,
 ) -> TorchCommunicator:
-    """A communicator over global ``ranks``, which all have to make it; torch.distributed is initialised. Blocks.
+    """A communicator of ``size`` ranks, which all make it under this ``name``, that nobody ever had. Blocks.
 
     NCCL where ``device`` is CUDA, else gloo. ``timeout_s``: when ranks give up on one that does not come. Under NCCL
     that is when torch's watchdog ends the process: `abort` has to come first.
 
+    Not by `torch.distributed.new_group`: that names a group of some ranks by them and by how many groups this process
+    has made, so that it never meets the others where their numbers differ, and a second group of theirs finds the
+    addresses of the first.
+
     :raises GatherError: if the ranks cannot meet.
     """
-    backend = "nccl" if device.type == "cuda" else "gloo"
+    meeting, timeout = PrefixStore(name, store), timedelta(seconds=timeout_s)
     try:
-        group: Any = dist.new_group(
-            list(ranks), timeout=timedelta(seconds=timeout_s), backend=backend, use_local_synchronization=True
-        )
+        if device.type == "cuda":
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = timeout
+            backend: Any = dist.ProcessGroupNCCL(meeting, rank, size, options)
+        else:
+            backend = dist.ProcessGroupGloo(meeting, rank, size, timeout)
     except RuntimeError as failure:  # dist.DistError and the store's errors are of this kind
-        reason = f"the group could not be made: {failure}"
-        raise GatherError(list(ranks).index(dist.get_rank()), len(ranks), reason) from failure
-    return TorchCommunicator(group, blame)
+        raise GatherError(rank, size, f"the ranks do not meet: {failure}") from failure
+    return TorchCommunicator(backend, rank, size, blame)
 
 
-def _all_gather(target: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup) -> None:
-    # torch 2.13 has a new name for it and warns of the old one, which is all that older versions have
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    gather(target, own, group=group)
+def _in_turn() -> Any:
+    """Options of a gather that is queued on the current stream itself, where torch can do that (since 2.8)."""
+    options: Any = distributed_c10d.AllgatherOptions()  # type: ignore[attr-defined]  # of the module, not of its stub
+    if hasattr(options, "asyncOp"):
+        options.asyncOp = False
+    return options
 
 
-def _abort(group: dist.ProcessGroup) -> None:
-    # a method of every group since torch 2.8, of NCCL's backend before; gloo can do nothing: its timeout ends a gather
-    abort = getattr(group, "abort", None)
-    if abort is None:
-        try:
-            backend = group._get_backend(torch.device("cuda"))
-        except RuntimeError:  # it has none for CUDA
+def _call_if_there(backend: Any, *names: str) -> None:
+    """Call the method of the first of ``names`` that this version's backend has."""
+    for name in names:
+        method = getattr(backend, name, None)
+        if method is not None:
+            with suppress(RuntimeError):  # of a backend that failed already, or that cannot
+                method()
             return
-        abort = getattr(backend, "_abort", None)
-    if abort is not None:
-        with suppress(RuntimeError):  # of a backend that failed already
-            abort()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
@@ -101,6 +102,15 @@ def _wave_options(config: OffloadConfig) -> WaveOptions:
 async def _connect(
     group: GatherGroup, config: OffloadConfig, device: Device, coordinator: Coordinator, crew: ThreadCrew
 ) -> TorchCommunicator:
-    timeout_s = config.ranks.rank_deadline_s if device.is_host else NCCL_TIMEOUT_S
-    connect = partial(new_communicator, group.ranks, device.torch_device, timeout_s=timeout_s, blame=coordinator.blame)
+    names = await coordinator.agree("communicator", uuid.uuid4().hex)
+    connect = partial(
+        new_communicator,
+        default_store(),
+        f"streamflow/gather/{names[0]}",
+        group.index,
+        group.size,
+        device.torch_device,
+        timeout_s=config.ranks.rank_deadline_s if device.is_host else NCCL_TIMEOUT_S,
+        blame=coordinator.blame,
+    )
     return await crew.call(connect, undo=TorchCommunicator.close, name="communicator")

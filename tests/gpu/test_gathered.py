@@ -14,6 +14,7 @@ from streamflow.stages.host_memory import allocate_host
 from streamflow.stages.images import memory_image
 from streamflow.stages.ranks.communicator import TorchCommunicator, new_communicator
 from streamflow.stages.ranks.errors import GatherError
+from streamflow.stages.ranks.meeting import default_store
 from streamflow.stages.registration.page_lock import PageLock
 from streamflow.stages.testing.blocks import ToyBlocks, toy_blocks
 from streamflow.stages.testing.gather_trials import open_rank
@@ -30,7 +31,7 @@ def communicator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[To
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     monkeypatch.setenv("NCCL_NVLS_ENABLE", "0")
     dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
-    made = new_communicator([0], CudaDevice().torch_device, timeout_s=60)
+    made = new_communicator(default_store(), "test", 0, 1, CudaDevice().torch_device, timeout_s=60)
     yield made
     made.close()
     dist.destroy_process_group()

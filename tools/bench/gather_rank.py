@@ -28,6 +28,7 @@ from streamflow.stages.host_memory import allocate_host
 from streamflow.stages.images import BlockImage, memory_image
 from streamflow.stages.layout import TensorSpec, plan_layout
 from streamflow.stages.ranks.communicator import TorchCommunicator, new_communicator
+from streamflow.stages.ranks.meeting import default_store
 from streamflow.stages.ranks.slices import plan_gather
 from streamflow.stages.registration.page_lock import PageLock
 from streamflow.stages.threads import ThreadCrew, open_threads
@@ -269,7 +270,7 @@ def _join(question: GatherQuestion, place: RankPlace, device: torch.device) -> T
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         meeting = {"init_method": f"file://{place.store}", "rank": place.rank, "world_size": place.size}
     dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s), **meeting)
-    return new_communicator(range(place.size), device, timeout_s=timeout_s)
+    return new_communicator(default_store(), "bench gather", place.rank, place.size, device, timeout_s=timeout_s)
 
 
 if __name__ == "__main__":

@@ -15,9 +15,9 @@ from streamflow.stages.devices.cpu import CpuDevice
 from streamflow.stages.errors import DeviceStreamError
 from streamflow.stages.images import memory_image, view_of
 from streamflow.stages.layout import ImageLayout, TensorSpec, contiguous_stride, plan_layout
-from streamflow.stages.ranks import communicator as module
 from streamflow.stages.ranks.communicator import TorchCommunicator, new_communicator
 from streamflow.stages.ranks.errors import GatherError
+from streamflow.stages.ranks.meeting import default_store
 from streamflow.stages.testing.blocks import ToyBlocks, in_pieces
 from streamflow.stages.testing.gather_trials import open_rank
 from streamflow.stages.transfers.gathered import StagingOptions
@@ -31,7 +31,7 @@ TIMEOUT_S = 1.0
 def joined(rank: Rank, *, timeout_s: float = 20.0) -> TorchCommunicator:
     """A communicator of all ranks, which have joined."""
     rank.join()
-    return new_communicator(range(rank.size), CPU, timeout_s=timeout_s)
+    return new_communicator(default_store(), "test", rank.rank, rank.size, CPU, timeout_s=timeout_s)
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
@@ -180,7 +180,7 @@ def test_the_error_is_the_one_that_names_the_rank() -> None:
         pass
 
     def work(rank: Rank) -> tuple[str, str]:
-        group = rank.join(timeout_s=TIMEOUT_S)
+        communicator = joined(rank, timeout_s=TIMEOUT_S)
         if rank.rank == 1:
             return "", ""
         asked: list[Exception] = []
@@ -189,7 +189,7 @@ def test_the_error_is_the_one_that_names_the_rank() -> None:
             asked.append(failure)
             return NamedError("rank 1 ended")
 
-        communicator = TorchCommunicator(group, blame)
+        communicator = TorchCommunicator(communicator._backend, 0, 2, blame)
         with pytest.raises(NamedError, match="rank 1 ended") as caught:
             communicator.gather(torch.zeros(512, dtype=torch.uint8), 256)
         assert [type(failure) for failure in asked] == [GatherError]
@@ -219,47 +219,59 @@ def test_ranks_that_cannot_meet_are_told() -> None:
         rank.join(timeout_s=TIMEOUT_S)
         if rank.rank == 1:
             return ""
-        with pytest.raises(GatherError, match="the group could not be made") as caught:
-            new_communicator([0, 1], CPU, timeout_s=TIMEOUT_S)
+        with pytest.raises(GatherError, match="the ranks do not meet") as caught:
+            new_communicator(default_store(), "test", 0, 2, CPU, timeout_s=TIMEOUT_S)
         return str(caught.value)
 
     assert run_ranks(2, work)[0]
 
 
+def test_ranks_that_have_made_other_groups_meet_and_meet_again() -> None:
+    def work(rank: Rank) -> list[bool]:
+        rank.join()
+        if rank.rank == 0:
+            dist.new_group([0], backend="gloo", use_local_synchronization=True)
+        return [_gathers_all(rank, f"meeting {number}") for number in range(3)]
+
+    assert run_ranks(2, work) == [[True] * 3] * 2
+
+
+def _gathers_all(rank: Rank, name: str) -> bool:
+    communicator = new_communicator(default_store(), name, rank.rank, rank.size, CPU, timeout_s=20)
+    target = torch.zeros(rank.size, dtype=torch.uint8)
+    target[rank.rank] = rank.rank + 1
+    communicator.gather(target, 1)
+    communicator.close()
+    return target.tolist() == list(range(1, rank.size + 1))
+
+
 # What versions of torch call things
 
 
-def test_the_old_name_is_used_where_the_new_one_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    called: list[tuple[torch.Tensor, torch.Tensor, object]] = []
-    monkeypatch.delattr(dist, "all_gather_single", raising=False)
-    monkeypatch.setattr(dist, "all_gather_into_tensor", lambda out, own, group: called.append((out, own, group)))
-    target, own, group = torch.zeros(2), torch.zeros(1), object()
-    module._all_gather(target, own, group)  # type: ignore[arg-type]
-    assert called == [(target, own, group)]
+class Backend:
+    """A backend that has some methods only, which it counts."""
+
+    def __init__(self, *names: str) -> None:
+        self.called: list[str] = []
+        for name in names:
+            setattr(self, name, partial(self.called.append, name))
 
 
-class OldGroup:
-    """A group of torch 2.6 or 2.7: its backend for CUDA aborts."""
-
-    def __init__(self, backend: object) -> None:
-        self._backend = backend
-
-    def _get_backend(self, device: torch.device) -> object:
-        assert device.type == "cuda"
-        if self._backend is None:
-            raise RuntimeError("no backend for cuda")
-        return self._backend
+@pytest.mark.parametrize("name", ["abort", "_abort"])
+def test_a_backend_is_aborted_once_by_the_name_that_it_has(name: str) -> None:
+    backend = Backend(name)
+    communicator = TorchCommunicator(backend, 0, 2)
+    communicator.abort()
+    communicator.abort()
+    communicator.close()
+    assert backend.called == [name]
 
 
-def test_an_older_group_is_aborted_by_its_backend() -> None:
-    class Backend:
-        num_aborted = 0
-
-        def _abort(self) -> None:
-            self.num_aborted += 1
-
-    backend = Backend()
-    module._abort(OldGroup(backend))  # type: ignore[arg-type]
-    module._abort(OldGroup(None))  # type: ignore[arg-type]
-    module._abort(OldGroup(object()))  # type: ignore[arg-type]
-    assert backend.num_aborted == 1
+@pytest.mark.parametrize("name", ["shutdown", "_shutdown"])
+def test_a_backend_is_shut_down_once_by_the_name_that_it_has(name: str) -> None:
+    backend = Backend(name)
+    communicator = TorchCommunicator(backend, 0, 2)
+    communicator.close()
+    communicator.close()
+    communicator.abort()
+    assert backend.called == [name]
