@@ -1,1 +1,1 @@
-"""What the ranks of a gather group agree on, and what they move together: process groups, slices, waves."""
+"""Ranks: processes that each bring a part of every block and gather the rest from each other."""

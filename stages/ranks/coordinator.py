@@ -57,7 +57,7 @@ class Coordinator:
         If the ranks work together no more, ``waves`` hears of it at once.
         """
         self._duties = Duties(waves, self._options.deadline_s)
-        waves.on_change = self._tell
+        waves.on_change = self._on_change
         if self._verdict is not None and self.failure is not None:
             self._duties.end(self._verdict, self.failure)
         self._tell()
@@ -114,6 +114,10 @@ class Coordinator:
         """Leave the others with the next round, whatever is under way."""
         self._closing = Closing.NOW
         self._tell()
+
+    def _on_change(self) -> None:
+        if self._duties is not None and self._duties.has_news():
+            self._tell()
 
     def _tell(self) -> None:
         self._news.set()

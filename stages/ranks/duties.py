@@ -14,9 +14,20 @@ class Duties:
         self._waves = waves
         self._deadline_s = deadline_s
         self._promise: int | None = None
+        self._said: object = None
+
+    def has_news(self) -> bool:
+        """Whether there is something that the others wait for. How far a wave is they see from their own walks."""
+        return self._gist() != self._said
+
+    def _gist(self) -> object:
+        progress = self._waves.progress()
+        tickets = tuple(request.ticket for request in self._waves.waiting())
+        return progress.wave, progress.is_over, progress.num_live > 0, tickets
 
     def status(self, now: float) -> RankStatus:
         """What there is to say ``now``."""
+        self._said = self._gist()
         return RankStatus(
             progress=self._waves.progress(),
             waiting=tuple(RequestStatus(r.ticket, r.name, r.signature, now - r.since) for r in self._waves.waiting()),
@@ -37,7 +48,6 @@ class Duties:
             self._waves.end_after(reply.end_after)
 
     def _begin(self, begin: WaveBegin) -> None:
-        self._promise = None
         for request in self._waiting(begin.refused):
             error = WaveMismatchError(request.name, request.signature, begin.founder, begin.signature)
             self._waves.refuse(request.ticket, error)

@@ -429,6 +429,29 @@ async def test_a_rank_cancelled_by_asyncio_tells_the_others_before_it_goes(cance
     assert caught.value.rank == cancelled
 
 
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])
+async def test_a_rank_cancelled_by_asyncio_does_not_wait_for_the_wave_under_way() -> None:
+    options = attrs.evolve(OPTIONS, rank_deadline_s=10.0)
+    star = MemoryStar(2)
+
+    async def take_part() -> None:
+        async with open_threads() as crew, open_coordinator(star.end(1), crew, options) as coordinator:
+            attached(coordinator).waves.add(LONG)
+            await anyio.sleep_forever()
+
+    async with open_threads() as crew, open_coordinator(star.end(0), crew, options) as coordinator:
+        rank = attached(coordinator)
+        task = asyncio.create_task(take_part())
+        await rank.until(lambda: bool(rank.waves.begun))
+        started = anyio.current_time()
+        task.cancel()
+        await asyncio.wait([task])
+        assert anyio.current_time() - started < 5.0
+        await rank.until(lambda: rank.waves.failure is not None)
+    assert task.cancelled()
+    assert isinstance(rank.waves.failure, RankClosedError)
+
+
 @pytest.mark.parametrize("seed", range(3))
 async def test_every_request_ends_whatever_comes(seed: int) -> None:
     """Requests come, end and differ at random; a rank dies, or closes, or fails: nobody waits for ever."""

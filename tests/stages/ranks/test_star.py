@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
@@ -14,6 +15,7 @@ import anyio
 import pytest
 
 from streamflow.stages.ranks.coordinator import Coordinator, open_coordinator
+from streamflow.stages.ranks.edge import Edge
 from streamflow.stages.ranks.errors import RankClosedError, RankError, RankFailedError, RankLostError
 from streamflow.stages.ranks.meeting import default_store
 from streamflow.stages.ranks.options import WaveOptions
@@ -240,6 +242,24 @@ def test_a_meeting_that_is_cancelled_ends_at_once() -> None:
     assert all(seconds < 0.2 + SLACK_S for seconds in run_ranks(2, work)[0])
 
 
+def test_a_rank_that_dies_while_they_connect_is_named_by_all() -> None:
+    async def main(rank: Rank) -> object:
+        try:
+            async with open_rank(rank):
+                return None
+        except RankLostError as error:
+            return error.rank
+
+    def work(rank: Rank) -> object:
+        rank.join()
+        if rank.rank == 2:
+            Edge.connect = lambda *_, **__: os._exit(0)  # type: ignore[method-assign]
+        return anyio.run(main, rank)
+
+    with forked_ranks(3, work) as ranks:
+        assert ranks.answers(of=[0, 1]) == [2, 2]
+
+
 @pytest.mark.parametrize("backend", ["asyncio", "trio"])
 def test_offloads_can_be_opened_one_after_the_other_whatever_groups_there_are(backend: str) -> None:
     async def main(rank: Rank) -> list[Any]:
@@ -260,6 +280,7 @@ PROGRAM = """
 import os, sys, tempfile, time
 import anyio, torch.distributed as dist
 from streamflow.stages.ranks.coordinator import open_coordinator
+from streamflow.stages.ranks.edge import Edge
 from streamflow.stages.ranks.errors import RankLostError
 from streamflow.stages.ranks.meeting import default_store
 from streamflow.stages.ranks.options import WaveOptions
@@ -289,6 +310,7 @@ except RankLostError as error:
 """
 
 
+@pytest.mark.slow
 def test_an_interpreter_whose_ranks_failed_exits(tmp_path: Any) -> None:
     arguments = [sys.executable, "-W", "ignore", "-c", PROGRAM, str(tmp_path / "store")]
     done = subprocess.run(arguments, timeout=60, capture_output=True, text=True, check=False)
