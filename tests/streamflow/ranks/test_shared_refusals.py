@@ -194,7 +194,7 @@ FAILURES: dict[str, tuple[Any, str, int]] = {
 
 @pytest.mark.parametrize(
     ("device", "is_required", "anyio_backend"),
-    [(CpuDevice, True, "asyncio"), (CpuDevice, False, "trio"), (FarCpuDevice, False, "asyncio")],
+    [(CpuDevice, True, "trio"), (FarCpuDevice, False, "asyncio")],
 )
 @pytest.mark.parametrize("what", FAILURES)
 async def test_a_step_that_fails_on_a_rank_is_undone_on_all(
@@ -220,12 +220,9 @@ async def test_a_step_that_fails_on_a_rank_is_undone_on_all(
     assert copies_left() == []
 
 
-@pytest.mark.parametrize("is_required", [True, False])
-async def test_where_memory_is_short_all_are_told_the_numbers(
-    is_required: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_where_memory_is_short_all_are_told_the_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_images, "available_host_bytes", lambda: 1000)
-    for failure in await outcomes_on(AgreeingRanks(2), is_required=is_required):
+    for failure in await outcomes_on(AgreeingRanks(2), is_required=False):
         assert isinstance(failure, SharedImagesError)
         assert (failure.rank, "1,000" in failure.reason) == (0, True)
 
