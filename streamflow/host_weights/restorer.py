@@ -107,6 +107,10 @@ class ArtifactSource:
             for index, block in enumerate(blocks)
         }
 
+    @property
+    def evidence(self) -> object:
+        return self.lease.content_id
+
     def is_in_module(self, name: str) -> bool:
         return self._in_module
 

@@ -53,9 +53,10 @@ class JointEngine:
 async def agree_on_sources(ranks: Ranks, components: Sequence[BoundComponent], crew: ThreadCrew) -> None:
     """Let no rank have another source, or another kind of memory, than the others.
 
-    :raises RanksDisagreeError: if the sources of their weights are of different kinds.
+    :raises RanksDisagreeError: if the sources of their weights are of different kinds, or are different files.
     """
     await ranks.agree_on_equal("the sources of the weights", {c.name: c.source.name for c in components})
+    await ranks.agree_on_equal("the files of the weights", {c.name: c.source.evidence for c in components})
     for component in components:
         source = component.source
         problem = await agree_on_registration(ranks.coordinator, component.name, source.registration)

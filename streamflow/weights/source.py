@@ -45,6 +45,13 @@ class WeightSource(Protocol):
         """Why no block may be transferred directly, whatever its memory is like; None: it may."""
 
     @property
+    def evidence(self) -> object:
+        """A value for JSON that is equal to that of a source on the same node only where both have the same weights.
+
+        None: there is no such value.
+        """
+
+    @property
     def registration(self) -> RegistrationReport:
         """What came of registering its files, once it is prepared."""
 
@@ -89,6 +96,7 @@ class ModuleSource:
     """
 
     name: SourceName = "module"
+    evidence = None
     why_not_direct: str | None = None
     registration = RegistrationReport()
 
@@ -167,6 +175,11 @@ class CheckpointSource:
     @property
     def why_not_direct(self) -> str | None:
         return "checkpoint adapters make tensors whenever blocks are read" if self._plan.has_adapters else None
+
+    @property
+    def evidence(self) -> object:
+        statuses = (file.status for file in self._checkpoint.files)
+        return sorted([status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns] for status in statuses)
 
     def is_in_module(self, name: str) -> bool:
         return name not in self._plan.assignments
