@@ -254,9 +254,7 @@ async def opened(rank: Rank, model: nn.Module, **changes: Any) -> AsyncIterator[
     """This rank's offload, with those of the others; the ranks have joined."""
     group = torch.distributed.group.WORLD
     device = CpuDevice()
-    joint = streamflow.open_offload(
-        model, options(**changes), ranks=RankGroups(data_parallel=group), device=device
-    )
+    joint = streamflow.open_offload(model, options(**changes), ranks=RankGroups(data_parallel=group), device=device)
     async with joint as offload:
         yield Member(rank, model, offload, device)
 

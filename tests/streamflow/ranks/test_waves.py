@@ -125,7 +125,9 @@ def test_two_requests_of_each_of_two_ranks_share_a_walk() -> None:
 
     def work(rank: Rank) -> object:
         # by the window nothing would begin in time: each rank has as many as may walk together
-        return live(rank, scenario, backend=backend_of(rank.rank + 1), max_running_requests=2, ranks={"wave_window_s": 30})
+        return live(
+            rank, scenario, backend=backend_of(rank.rank + 1), max_running_requests=2, ranks={"wave_window_s": 30}
+        )
 
     answers = run_ranks(2, work)
     for rank, (outcomes, seen) in enumerate(answers):
