@@ -133,7 +133,7 @@ def failed(failure: BaseException, seconds: float = 0.0) -> Outcome:
     while link is not None:
         chain.append(link)
         link = link.__cause__
-    rank = next((getattr(error, "rank") for error in chain if hasattr(error, "rank")), None)
+    rank = next((error.rank for error in chain if hasattr(error, "rank")), None)
     return Outcome(None, tuple(type(error).__name__ for error in chain), str(failure), rank, seconds)
 
 
@@ -182,7 +182,7 @@ class Member:
 
 async def there(rank: Rank, *names: str) -> None:
     """Return once a rank has announced each of ``names``."""
-    while not all((rank.folder / name).exists() for name in names):
+    while not all((rank.folder / name).exists() for name in names):  # noqa: ASYNC110 - another process sets it
         await anyio.sleep(0.005)
 
 
@@ -246,6 +246,13 @@ def _more(now: Mapping[str, Counter[str]], before: Mapping[str, Counter[str]]) -
     return {kind: now[kind] - before[kind] for kind in now if now[kind] - before[kind]}
 
 
+def joined(rank: Rank, timeout_s: float = 20.0) -> dict[str, Counter[str]]:
+    """Join the others, in a child; returns what there was before anything is opened."""
+    gc.freeze()  # what was forked need not be looked through, nor copied for it
+    rank.join(timeout_s=timeout_s)
+    return leftovers()
+
+
 Scenario = Callable[[Member], Awaitable[Any]]
 
 
@@ -269,8 +276,7 @@ def live(
     **changes: Any,
 ) -> Any:
     """In a child: open with the others, do ``scenario``, close, and leave nothing. Returns what it returned."""
-    gc.freeze()  # what was forked need not be looked through, nor copied for it
-    rank.join(timeout_s=timeout_s)
+    before = joined(rank, timeout_s)
 
     async def main() -> Any:
         async with opened(rank, build(), **changes) as member:
@@ -279,7 +285,6 @@ def live(
         assert member.offload.state == "closed"
         return result
 
-    before = leftovers()
     result = anyio.run(main, backend=backend)
     assert_nothing_left(before)
     return result
