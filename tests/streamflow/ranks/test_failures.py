@@ -11,13 +11,13 @@ from typing import Any
 import anyio
 import attrs
 import pytest
-import torch
 
-from tests.ranks import ForkedRanks, Rank, forked_ranks
-from tests.streamflow.kit import streamflow_threads
+from streamflow.ranks.shared_source import SharedPiece
+from streamflow.stages.signals import loop_waker
+from tests.ranks import Rank, forked_ranks
 from tests.streamflow.ranks.joint import (
     RANK_DEADLINE_S,
-    STEPS,
+    Denoiser,
     Member,
     Outcome,
     alone,
@@ -27,9 +27,9 @@ from tests.streamflow.ranks.joint import (
     failed,
     joined,
     opened,
+    there,
     wait_there,
 )
-from tests.streamflow.ranks.joint import Denoiser
 
 #: What a busy machine may take beyond the deadline of ranks.
 SLACK_S = 3.0
@@ -137,3 +137,155 @@ def test_a_rank_that_dies_or_stands_still_while_nobody_asks(how: str, who: int) 
         (ranks.kill if how == "kill" else ranks.stop)(who)
         survivors = ranks.answers(of=[1 - who])
     assert_survived(survivors, "RankLostError", who, ran=False)
+
+
+def test_a_rank_whose_event_loop_is_blocked() -> None:
+    async def scenario(member: Member, survivor: Survivor) -> None:
+        if member.rank.rank == 1:
+            await member.meet("open")
+            time.sleep(RANK_DEADLINE_S + 1.0)  # noqa: ASYNC251 - that is the fault
+        else:
+            await member.meet("open")
+        survivor.request = await member.ask(asked_of(member.rank.rank))
+
+    with forked_ranks(2, ranks_that(scenario)) as ranks:
+        survivors = ranks.answers()
+    assert_survived(survivors[:1], "RankLostError", 1)
+    # it knows by itself, as it comes to it
+    assert_survived(survivors[1:], "RankLostError", 1)
+
+
+def test_a_rank_whose_source_cannot_be_read() -> None:
+    def cannot_read(*args: object) -> None:
+        raise OSError("the disk is gone")
+
+    async def scenario(member: Member, survivor: Survivor) -> None:
+        def on_step(step: int) -> None:
+            if step == 1 and member.rank.rank == 1:
+                SharedPiece.read_into = cannot_read  # type: ignore[method-assign] # the process ends soon
+
+        survivor.request = await member.ask(asked_of(member.rank.rank), on_step)
+
+    with forked_ranks(2, ranks_that(scenario)) as ranks:
+        survivors = ranks.answers()
+    assert_survived(survivors[:1], "RankFailedError", 1)
+    assert "the disk is gone" in survivors[0].request.text
+    broken = survivors[1]
+    assert "OSError" in broken.request.errors, broken
+    assert (broken.state, broken.state_after) == ("broken", "closed")
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_rank_that_closes_first_ends_the_gathering_and_breaks_nothing(who: int) -> None:
+    def work(rank: Rank) -> object:
+        before = joined(rank)
+
+        async def main() -> Survivor:
+            survivor = Survivor()
+            async with opened(rank, Denoiser()) as member:
+                survivor.request = await member.ask(asked_of(rank.rank))
+                if rank.rank != who:
+                    await there(rank, "closed")
+                    survivor.later = await member.ask(asked_of(rank.rank, 1))
+                    survivor.state = member.offload.state
+                started = time.monotonic()
+            survivor.closing = Outcome("closed", seconds=time.monotonic() - started)
+            (rank.folder / "closed").touch()
+            return survivor
+
+        survivor = anyio.run(main, backend=backend_of(rank))
+        assert_nothing_left(before)
+        return survivor
+
+    with forked_ranks(2, work) as ranks:
+        survivors = ranks.answers()
+    for rank, survivor in enumerate(survivors):
+        assert survivor.request.value == alone(asked_of(rank))
+        assert survivor.closing.seconds < 1.5
+    refused = survivors[1 - who]
+    assert ("RankClosedError" in refused.later.errors, refused.later.rank) == (True, who), refused
+    assert refused.later.seconds < 1.0
+    assert refused.state == "ready"
+
+
+def test_a_rank_that_closes_while_others_run_feeds_them_to_their_end() -> None:
+    def work(rank: Rank) -> object:
+        before = joined(rank)
+
+        async def main() -> Survivor:
+            survivor = Survivor()
+
+            def on_step(step: int) -> None:
+                if step == 1:
+                    (rank.folder / "under way").touch()
+                    wait_there(rank, "closing")
+
+            async with opened(rank, Denoiser()) as member:
+                if rank.rank == 0:
+                    survivor.request = await member.ask(asked_of(0), on_step)
+                    survivor.later = await member.ask(asked_of(0, 1))
+                else:
+                    await there(rank, "under way")
+                    (rank.folder / "closing").touch()
+                started = time.monotonic()
+            survivor.closing = Outcome("closed", seconds=time.monotonic() - started)
+            return survivor
+
+        survivor = anyio.run(main, backend=backend_of(rank))
+        assert_nothing_left(before)
+        return survivor
+
+    with forked_ranks(2, work) as ranks:
+        survivors = ranks.answers()
+    assert survivors[0].request.value == alone(asked_of(0)), survivors
+    assert ("RankClosedError" in survivors[0].later.errors, survivors[0].later.rank) == (True, 1), survivors
+    assert max(survivor.closing.seconds for survivor in survivors) < LIMIT_S
+
+
+@pytest.mark.parametrize("how", ["cancel", "interrupt"])
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_rank_that_is_cancelled_or_interrupted_as_a_whole(who: int, how: str) -> None:
+    """An interrupted program closes: it feeds the others to their end. One that is cancelled can wait for nothing."""
+    whole: list[Callable[[], None]] = []
+
+    def end() -> None:
+        if how == "cancel":
+            whole[0]()
+        else:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    async def scenario(member: Member, survivor: Survivor) -> None:
+        def on_step(step: int) -> None:
+            if step == 1 and member.rank.rank == who:
+                end()
+
+        survivor.request = await member.ask(asked_of(member.rank.rank), on_step)
+
+    def work(rank: Rank) -> object:
+        before = joined(rank)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+        async def main() -> object:
+            with anyio.CancelScope() as scope:
+                cancel = loop_waker()
+                whole.append(lambda: cancel(scope.cancel))
+                return await survive(rank, scenario)
+            return "cancelled"
+
+        try:
+            survivor = anyio.run(main, backend=backend_of(rank))
+        except KeyboardInterrupt:
+            survivor = "interrupted"
+        assert_nothing_left(before)
+        return survivor
+
+    with forked_ranks(2, work) as ranks:
+        survivors = ranks.answers()
+    other = survivors[1 - who]
+    if how == "cancel":
+        assert survivors[who] == "cancelled"
+        assert_survived([other], "RankClosedError", who)
+    else:
+        assert survivors[who] == "interrupted"
+        assert other.request.value == alone(asked_of(1 - who)), other
+        assert ("RankClosedError" in other.later.errors, other.later.rank) == (True, who), other
