@@ -46,7 +46,12 @@ class Block(nn.Module):
 
 
 class Denoiser(nn.Module):
-    """Blocks of unequal sizes; what it makes of a prompt depends on every weight."""
+    """Blocks of unequal sizes; what it makes of a prompt depends on every weight.
+
+    ``goes_back``: it runs its first block again at the end of a pass.
+    """
+
+    goes_back = False
 
     def __init__(self, hidden: Sequence[int] = (160, 32, 35, 160, 7)) -> None:
         super().__init__()
@@ -58,6 +63,8 @@ class Denoiser(nn.Module):
         x = x + self.condition(prompt)
         for block in self.transformer_blocks:
             x = block(x)
+        if self.goes_back:
+            x = self.transformer_blocks[0](x)
         return x
 
 
@@ -156,7 +163,7 @@ class Member:
     """A rank that has an offload open with the others; ``asking`` gives what comes of a request."""
 
     rank: Rank
-    model: nn.Module
+    model: Any
     offload: Offload
     device: CpuDevice
 
@@ -257,7 +264,7 @@ Scenario = Callable[[Member], Awaitable[Any]]
 
 
 @asynccontextmanager
-async def opened(rank: Rank, model: nn.Module, **changes: Any) -> AsyncIterator[Member]:
+async def opened(rank: Rank, model: Any, **changes: Any) -> AsyncIterator[Member]:
     """This rank's offload, with those of the others; the ranks have joined."""
     group = torch.distributed.group.WORLD
     device = CpuDevice()
@@ -271,7 +278,7 @@ def live(
     scenario: Scenario,
     *,
     backend: str = "asyncio",
-    build: Callable[[], nn.Module] = Denoiser,
+    build: Callable[[], Any] = Denoiser,
     timeout_s: float = 20.0,
     **changes: Any,
 ) -> Any:

@@ -7,19 +7,31 @@ from collections.abc import Awaitable, Callable
 import anyio
 import attrs
 import pytest
+import torch
 
+import streamflow
+from streamflow import OffloadPlan
+from streamflow.ranks.topology import RankGroups
+from streamflow.stages.ranks.signature import WaveSignature
 from streamflow.stages.signals import loop_waker
 from tests.ranks import Rank, run_ranks
+from tests.streamflow.kit import in_worker, sha256_of
+from tests.streamflow.pipelines.toys import toy_pipeline
 from tests.streamflow.ranks.joint import (
     STEPS,
     Asked,
+    Denoiser,
     Member,
     Outcome,
     Seen,
     alone,
     asked_of,
+    assert_nothing_left,
     backend_of,
+    joined,
     live,
+    options,
+    outcome_of,
     there,
     wait_there,
 )
@@ -218,3 +230,138 @@ def test_a_request_that_does_not_do_what_was_agreed_is_nothing_to_the_others(who
     assert (raised.error, raised.text) == ("OSError", "the client is gone")
     assert fewer.value == alone(asked_of(who, 2, STEPS - 1))
     assert more.value == alone(asked_of(who, 3, STEPS + 1)), more
+
+
+def test_a_wave_that_all_requests_leave_ends_early_and_the_next_one_is_exact() -> None:
+    async def scenario(member: Member) -> tuple[list[Outcome], int, Seen]:
+        rank = member.rank.rank
+        short = asked_of(rank, 0, steps=2 + rank)
+        outcomes = [await member.ask(short, wave=asked_of(rank, 0, steps=40).wave)]
+        outcomes.append(await member.ask(asked_of(rank, 1)))
+        await member.meet("done")
+        return outcomes, member.seen().num_walks - STEPS, member.seen()
+
+    answers = run_ranks(2, lambda rank: live(rank, scenario, backend=backend_of(rank), max_running_requests=1))
+    for rank, (outcomes, _, _) in enumerate(answers):
+        assert [outcome.value for outcome in outcomes] == [alone(asked_of(rank, 0, 2 + rank)), alone(asked_of(rank, 1))]
+    lengths = {length for _, length, _ in answers}
+    assert len(lengths) == 1, "the ranks did not walk together"
+    assert 3 <= lengths.pop() < 40
+    assert len({seen.streamed_bytes for _, _, seen in answers}) == 1
+
+
+def test_a_request_without_a_signature_is_told_so_and_the_others_walk() -> None:
+    async def scenario(member: Member) -> list[Outcome]:
+        rank, outcomes = member.rank.rank, []
+        if rank == 1:
+            request = member.offload.request(request_id="no wave")
+            outcomes.append(await outcome_of(request.run(asked_of(rank).make, member.model)))
+            wrong = WaveSignature((("Denoiser", 2), ("decoder", 1)))
+            outcomes.append(await member.ask(asked_of(rank), wave=wrong))
+        outcomes.append(await member.ask(asked_of(rank)))
+        await member.meet("done")
+        return outcomes
+
+    answers = run_ranks(2, lambda rank: live(rank, scenario, backend=backend_of(rank)))
+    assert_own_pictures([outcomes[-1] for outcomes in answers], [(0, 0), (1, 0)])
+    missing, unknown, _ = answers[1]
+    assert missing.error == "SignatureMissingError"
+    assert "'no wave' walks over 'Denoiser'" in missing.text
+    assert unknown.error == "WaveComponentsError"
+    assert "decoder" in unknown.text
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_block_out_of_turn_is_refused_before_any_collective_and_the_others_go_on(who: int) -> None:
+    async def scenario(member: Member) -> tuple[list[Outcome], Seen]:
+        rank = member.rank.rank
+
+        def on_step(step: int) -> None:
+            member.model.goes_back = step == 1 and rank == who
+
+        outcomes = [await member.ask(asked_of(rank), on_step)]
+        member.model.goes_back = False
+        outcomes.append(await member.ask(asked_of(rank, 1)))
+        await member.meet("done")
+        return outcomes, member.seen()
+
+    def work(rank: Rank) -> object:
+        return live(rank, scenario, backend=backend_of(rank), max_running_requests=1)
+
+    answers = run_ranks(2, work)
+    assert_own_pictures(answers[1 - who][0], [(1 - who, 0), (1 - who, 1)])
+    refused, after = answers[who][0]
+    assert refused.error == "OutOfTurnError"
+    assert f"request {asked_of(who).prompt!r} wants block 0 of 'Denoiser'" in refused.text, refused
+    assert_own_pictures([after], [(who, 1)])
+    assert [seen.num_walks for _, seen in answers] == [2 * STEPS] * 2
+    assert len({seen.streamed_bytes for _, seen in answers}) == 1
+
+
+def test_direct_calls_walk_by_the_default_wave() -> None:
+    """The blocking form: each call of the model is a request of its own, of one walk."""
+
+    def work(rank: Rank) -> object:
+        before = joined(rank)
+        outcome, seen = call_directly(rank)
+        assert_nothing_left(before)
+        return outcome, seen
+
+    def call_directly(rank: Rank) -> tuple[Outcome, Seen]:
+        model = Denoiser()
+        wave = {"steps": (("Denoiser", 1),)}
+        given = options(ranks={"default_wave": wave}, max_running_requests=1)
+        groups = RankGroups(data_parallel=torch.distributed.group.WORLD)
+        with streamflow.offload(model, given, ranks=groups) as offload:
+            outcome = Outcome(asked_of(rank.rank).make(model))
+            return outcome, Seen.of(offload.statistics())
+
+    answers = run_ranks(2, work)
+    assert_own_pictures([outcome for outcome, _ in answers], [(0, 0), (1, 0)])
+    for _, seen in answers:
+        assert_gathered(seen, num_walks=STEPS, num_passes=STEPS)
+
+
+TOKENS = ([1, 5, 2], [3, 3, 7, 0])
+BY_ITSELF = OffloadPlan(
+    stacks=("transformer.blocks", "transformer_2.blocks"),
+    encoder_stacks=("text_encoder.layers",),
+    on_demand=("vae",),
+)
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [None, BY_ITSELF],
+    ids=["the encoder comes as a whole", "the encoder streams by itself"],
+)
+def test_pipelines_with_two_experts_walk_together(plan: OffloadPlan | None) -> None:
+    """Two steps by the first expert and three by the second; encoder and VAE are each rank's own."""
+    wave = WaveSignature((("transformer", 2), ("transformer_2", 3)))
+
+    async def scenario(member: Member) -> tuple[list[Outcome], Seen]:
+        outcomes, tokens = [], TOKENS[member.rank.rank]
+        for seed in (7, 8):
+            request = member.offload.request(wave=wave)
+            picture = request.run(member.model, tokens, num_steps=5, seed=seed + 10 * member.rank.rank)
+            outcome = await outcome_of(picture)
+            outcomes.append(attrs.evolve(outcome, value=sha256_of(outcome.value)))
+        return outcomes, member.seen()
+
+    def work(rank: Rank) -> object:
+        def build() -> object:
+            return toy_pipeline(experts=2)
+
+        return live(rank, scenario, backend=backend_of(rank), build=build, plan=plan, max_running_requests=1)
+
+    answers = run_ranks(2, work)
+    pipeline = toy_pipeline(experts=2)
+    digests = []
+    for rank, (outcomes, seen) in enumerate(answers):
+        for outcome, seed in zip(outcomes, (7, 8), strict=True):
+            picture = in_worker(lambda: pipeline(TOKENS[rank], num_steps=5, seed=seed + 10 * rank))
+            assert outcome.value == sha256_of(picture), outcome
+            digests.append(outcome.value)
+        num_own = 0 if plan is None else 2
+        assert (seen.transfer, seen.num_walks, seen.num_passes) == ("gathered", 10 + num_own, 10 + num_own)
+    assert len(set(digests)) == 4
