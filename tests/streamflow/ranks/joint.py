@@ -264,11 +264,13 @@ Scenario = Callable[[Member], Awaitable[Any]]
 
 
 @asynccontextmanager
-async def opened(rank: Rank, model: Any, **changes: Any) -> AsyncIterator[Member]:
-    """This rank's offload, with those of the others; the ranks have joined."""
-    group = torch.distributed.group.WORLD
+async def opened(
+    rank: Rank, model: Any, *, groups: RankGroups | None = None, **changes: Any
+) -> AsyncIterator[Member]:
+    """This rank's offload, with those of the others, which have joined. ``groups`` None: all are data-parallel."""
+    groups = groups or RankGroups(data_parallel=torch.distributed.group.WORLD)
     device = CpuDevice()
-    joint = streamflow.open_offload(model, options(**changes), ranks=RankGroups(data_parallel=group), device=device)
+    joint = streamflow.open_offload(model, options(**changes), ranks=groups, device=device)
     async with joint as offload:
         yield Member(rank, model, offload, device)
 
