@@ -170,7 +170,8 @@ class Engine:
             place.settle()
         except DeviceStreamError as failure:
             self._ring(DeviceFailed(failure.cause))
-            raise EngineBrokenError(failure.cause) from failure.cause
+            first = self._failure or failure.cause  # an earlier one may be why the device's work failed
+            raise EngineBrokenError(first) from first
         if self._is_joint and self._failure is not None:  # what was queued ended, perhaps without having been gathered
             raise EngineBrokenError(self._failure) from self._failure
 

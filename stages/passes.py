@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping
+from typing import NoReturn
 
 from streamflow.stages.devices.base import Event
 from streamflow.stages.errors import DeviceStreamError, EngineBrokenError, NestedBlockError
@@ -104,7 +105,7 @@ class Pass:
         try:
             self._place.stream.wait(event)
         except DeviceStreamError as failure:
-            raise self._broken_by(failure) from failure.cause
+            self._break_off(failure)
         self._place.waits.event_s += time.perf_counter() - started
         if self._place.watch is not None:
             self._place.watch.waited("event", block, started)
@@ -129,12 +130,13 @@ class Pass:
         try:
             self._place.keep_pace()
         except DeviceStreamError as failure:
-            raise self._broken_by(failure) from failure.cause
+            self._break_off(failure)
 
-    def _broken_by(self, failure: DeviceStreamError) -> EngineBrokenError:
-        """What fails on the device breaks the engine, not this pass alone."""
+    def _break_off(self, failure: DeviceStreamError) -> NoReturn:
+        """What fails on the device breaks the engine, not this pass alone; it may have been broken before."""
         self._ring(DeviceFailed(failure.cause))
-        return EngineBrokenError(failure.cause)
+        self._place.mailbox.check()
+        raise EngineBrokenError(failure.cause) from failure.cause
 
     def end(self, *, completed: bool) -> None:
         """The pass is over. Idempotent."""

@@ -75,6 +75,7 @@ class Residency:
                 place.stream.wait(event)
         except DeviceStreamError as failure:
             self._fail(failure.cause)
+            place.mailbox.check()  # an earlier one may be why the device's work failed
             raise EngineBrokenError(failure.cause) from failure.cause
         except BaseException:
             self.release(place, component)

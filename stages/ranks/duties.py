@@ -30,7 +30,9 @@ class Duties:
         self._said = self._gist()
         return RankStatus(
             progress=self._waves.progress(),
-            waiting=tuple(RequestStatus(r.ticket, r.name, r.signature, now - r.since) for r in self._waves.waiting()),
+            waiting=tuple(
+                RequestStatus(r.ticket, r.name, r.signature, now - r.since, r.alone) for r in self._waves.waiting()
+            ),
             promise=self._promise,
         )
 

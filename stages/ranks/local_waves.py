@@ -14,13 +14,15 @@ from streamflow.stages.ranks.signature import WaveSignature
 class WaitingRequest:
     """A request whose first pass waits for a wave ``since`` then, by ``anyio.current_time()``.
 
-    ``ticket`` is the rank's own number for it; ``name`` is what errors call it.
+    ``ticket`` is the rank's own number for it; ``name`` is what errors call it. ``alone``: no other request of its rank
+    can come to wait beside it.
     """
 
     ticket: int
     name: str
     signature: WaveSignature
     since: float
+    alone: bool = False
 
 
 @attrs.frozen

@@ -32,12 +32,16 @@ class Ending(StrEnum):
 
 @attrs.frozen
 class RequestStatus:
-    """A request that has waited ``waited_s`` for a wave. Not a point in time: each rank's clock is its own."""
+    """A request that has waited ``waited_s`` for a wave. Not a point in time: each rank's clock is its own.
+
+    ``alone``: as in `WaitingRequest`.
+    """
 
     ticket: int
     name: str
     signature: WaveSignature
     waited_s: float
+    alone: bool = False
 
 
 @attrs.frozen

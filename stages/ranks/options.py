@@ -26,7 +26,9 @@ class WaveOptions:
     ``max_passes``: requests of one rank in one wave. ``window_s``: how long the oldest waiting request waits for others
     to walk with. ``deadline_s``: how long a request waits for a wave. ``rank_deadline_s``: within it, all ranks know of
     one that is dead or silent; one is lost that says nothing for three quarters of it. ``heartbeat_s``: how often ranks
-    speak while requests wait; else five times as long.
+    speak while requests wait; else five times as long. ``needs_all_ranks``: a request is every rank's, which give it to
+    their models in the same order: a wave has as many members on each, so that nobody waits in a model's own collective
+    for a rank that only feeds.
 
     :raises WaveOptionsError: if a time is none, if ``max_passes`` is not 1 or more, if ``rank_deadline_s`` is under ten
         heartbeats, or ``deadline_s`` under ``window_s``.
@@ -37,6 +39,7 @@ class WaveOptions:
     deadline_s: float = attrs.field(default=60.0, validator=_is_time)
     rank_deadline_s: float = attrs.field(default=10.0, validator=_is_time)
     heartbeat_s: float = attrs.field(default=0.05, validator=_is_time)
+    needs_all_ranks: bool = False
 
     def __attrs_post_init__(self) -> None:
         if isinstance(self.max_passes, bool) or not isinstance(self.max_passes, int) or self.max_passes < 1:

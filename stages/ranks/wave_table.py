@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import attrs
 
@@ -18,6 +18,7 @@ from streamflow.stages.ranks.messages import (
     WaveBegin,
 )
 from streamflow.stages.ranks.options import WaveOptions
+from streamflow.stages.ranks.signature import WaveSignature
 
 
 class WaveTable:
@@ -70,25 +71,43 @@ class WaveTable:
 
     def _begin(self, statuses: Sequence[RankStatus]) -> Sequence[WaveBegin | None]:
         """A wave, told to each rank, if it is time for one."""
-        oldest = _oldest(statuses)
+        oldest = _oldest(statuses, self._signatures(statuses))
         if oldest is None or not all(map(_can_begin, statuses)) or not self._is_time(oldest[1], statuses):
             return [None] * len(statuses)
         self._wave += 1
         self._end_is_agreed = False
-        return [self._begin_for(status, *oldest) for status in statuses]
+        num_members = self._num_members(oldest[1].signature, statuses)
+        return [self._begin_for(status, num_members, *oldest) for status in statuses]
+
+    def _signatures(self, statuses: Sequence[RankStatus]) -> set[WaveSignature]:
+        """Those of which there may be a wave now."""
+        waiting = [{request.signature for request in status.waiting} for status in statuses]
+        return set.intersection(*waiting) if self._options.needs_all_ranks else set.union(*waiting)
 
     def _is_time(self, oldest: RequestStatus, statuses: Iterable[RankStatus]) -> bool:
-        num_alike = min(sum(r.signature == oldest.signature for r in status.waiting) for status in statuses)
-        return num_alike >= self._options.max_passes or oldest.waited_s >= self._options.window_s
+        are_full = all(self._is_full(_alike(status, oldest.signature)) for status in statuses)
+        return are_full or oldest.waited_s >= self._options.window_s
 
-    def _begin_for(self, status: RankStatus, rank: int, oldest: RequestStatus) -> WaveBegin:
-        alike = [r.ticket for r in status.waiting if r.signature == oldest.signature]
+    def _is_full(self, alike: Sequence[RequestStatus]) -> bool:
+        """Whether a rank where these wait will not have more members, however long the others wait for it."""
+        return len(alike) >= self._options.max_passes or any(request.alone for request in alike)
+
+    def _num_members(self, signature: WaveSignature, statuses: Iterable[RankStatus]) -> int:
+        """How many members a rank may have at most."""
+        if not self._options.needs_all_ranks:
+            return self._options.max_passes
+        return min(self._options.max_passes, *(len(_alike(status, signature)) for status in statuses))
+
+    def _begin_for(self, status: RankStatus, num_members: int, rank: int, oldest: RequestStatus) -> WaveBegin:
+        alike = [request.ticket for request in _alike(status, oldest.signature)]
+        others = [request.ticket for request in status.waiting if request.signature != oldest.signature]
         return WaveBegin(
             self._wave,
             oldest.signature,
             f"request {oldest.name!r} of rank {rank}",
-            members=tuple(alike[: self._options.max_passes]),
-            refused=tuple(r.ticket for r in status.waiting if r.signature != oldest.signature),
+            members=tuple(alike[:num_members]),
+            # where each request is every rank's, one of them may not have come to all: it has a wave of its own later
+            refused=() if self._options.needs_all_ranks else tuple(others),
         )
 
     def _timed_out(self, status: RankStatus, begin: WaveBegin | None) -> tuple[int, ...]:
@@ -125,10 +144,15 @@ class WaveTable:
         return tuple(proposals) if is_settled else None
 
 
-def _oldest(statuses: Sequence[RankStatus]) -> tuple[int, RequestStatus] | None:
-    """The request that has waited longest, and its rank; of equal ones, that of the lowest rank."""
-    first = [(rank, status.waiting[0]) for rank, status in enumerate(statuses) if status.waiting]
-    return max(first, key=lambda found: found[1].waited_s, default=None)
+def _oldest(statuses: Sequence[RankStatus], signatures: Collection[WaveSignature]) -> tuple[int, RequestStatus] | None:
+    """The request of ``signatures`` that has waited longest, and its rank; of equal ones, that of the lowest rank."""
+    waiting = [(rank, request) for rank, status in enumerate(statuses) for request in status.waiting]
+    eligible = [found for found in waiting if found[1].signature in signatures]
+    return max(eligible, key=lambda found: found[1].waited_s, default=None)
+
+
+def _alike(status: RankStatus, signature: WaveSignature) -> list[RequestStatus]:
+    return [request for request in status.waiting if request.signature == signature]
 
 
 def _can_begin(status: RankStatus) -> bool:

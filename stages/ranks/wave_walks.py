@@ -101,7 +101,7 @@ class WaveWalks:
         before, self._waiting = (
             self._waiting,
             tuple(
-                WaitingRequest(other.maker, other.request_id or "a direct call", signature, other.since)
+                WaitingRequest(other.maker, other.request_id or "a direct call", signature, other.since, other.alone)
                 for other in collective
                 if other.maker is not None and other.maker not in members
                 if (signature := self._signature_of(other)) is not None

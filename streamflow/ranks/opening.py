@@ -12,6 +12,7 @@ import attrs
 
 from streamflow.config import OffloadConfig
 from streamflow.ranks.fingerprint import differing, fingerprint
+from streamflow.ranks.matrix import Axis
 from streamflow.ranks.nodes import check_one_node, own_node
 from streamflow.ranks.topology import GatherGroup
 from streamflow.stages.devices.base import Device
@@ -65,7 +66,7 @@ async def open_ranks(group: GatherGroup, config: OffloadConfig, device: Device) 
     :raises GatherError: if they cannot be connected.
     """
     name = f"streamflow/{'-'.join(map(str, group.ranks))}"
-    options = _wave_options(config)
+    options = _wave_options(config, group)
     async with (
         open_threads() as crew,
         open_star(
@@ -88,7 +89,7 @@ async def open_ranks(group: GatherGroup, config: OffloadConfig, device: Device) 
             await crew.call_through(communicator.close)
 
 
-def _wave_options(config: OffloadConfig) -> WaveOptions:
+def _wave_options(config: OffloadConfig, group: GatherGroup) -> WaveOptions:
     ranks = config.ranks
     return WaveOptions(
         max_passes=config.effective_passes_per_walk,
@@ -96,6 +97,7 @@ def _wave_options(config: OffloadConfig) -> WaveOptions:
         deadline_s=ranks.wave_deadline_s,
         rank_deadline_s=ranks.rank_deadline_s,
         heartbeat_s=ranks.heartbeat_s,
+        needs_all_ranks=group.axis is Axis.SEQUENCE_PARALLEL,  # these share each request
     )
 
 

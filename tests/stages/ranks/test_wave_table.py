@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import attrs
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
@@ -30,6 +31,7 @@ from streamflow.stages.ranks.wave_table import WaveTable
 from streamflow.stages.testing.waves import ScriptedWaves
 
 OPTIONS = WaveOptions(max_passes=2, window_s=2.0, deadline_s=10.0)
+SHARED = attrs.evolve(OPTIONS, needs_all_ranks=True)
 LONG, SHORT = WaveSignature((("transformer", 3),)), WaveSignature((("transformer", 2),), passes_per_step=2)
 NONE_YET = WaveProgress(0, 0, 0, 0, True)
 
@@ -74,6 +76,35 @@ def test_it_begins_early_when_every_rank_has_as_many_as_it_may() -> None:
     assert members(WaveTable(OPTIONS).decide([full, half])) == [None, None]
     more = waits(asks(5, 0.2), asks(6, 0.0, SHORT), asks(7, 0.0))
     assert members(WaveTable(OPTIONS).decide([full, more])) == [(0, 1), (5, 7)]
+
+
+def test_a_rank_is_full_with_one_request_beside_which_none_can_wait() -> None:
+    only = attrs.evolve(asks(3, 0.1), alone=True)
+    assert members(WaveTable(OPTIONS).decide([waits(only), waits(asks(5, 0.1))])) == [None, None]
+    assert members(WaveTable(OPTIONS).decide([waits(only), waits(asks(5, 0.1), asks(6, 0.0))])) == [(3,), (5, 6)]
+
+
+def test_where_ranks_share_each_request_none_walks_with_ranks_that_only_feed() -> None:
+    table = WaveTable(SHARED)
+    assert members(table.decide([waits(asks(0, 9.0)), waits()])) == [None, None]
+    assert members(table.decide([waits(asks(0, 9.0)), waits(asks(4, 9.0, SHORT))])) == [None, None]
+    assert members(table.decide([waits(asks(0, 9.0), asks(1, 8.0)), waits(asks(4, 0.1))])) == [(0,), (4,)]
+
+
+def test_where_ranks_share_each_request_the_oldest_that_all_have_is_next_and_none_is_refused() -> None:
+    replies = WaveTable(SHARED).decide(
+        [waits(asks(0, 5.0), asks(1, 3.0, SHORT)), waits(asks(8, 4.0, SHORT), asks(9, 2.0, SHORT))]
+    )
+    begins = [reply.begin for reply in replies]
+    assert [begin and (begin.signature, begin.members, begin.refused) for begin in begins] == [
+        (SHORT, (1,), ()),
+        (SHORT, (8,), ()),
+    ]
+
+
+def test_where_ranks_share_each_request_one_that_not_all_get_is_timed_out() -> None:
+    replies = WaveTable(SHARED).decide([waits(asks(0, 10.0)), waits(asks(4, 2.0, SHORT))])
+    assert [reply.timed_out for reply in replies] == [(0,), ()]
 
 
 def test_requests_with_another_signature_do_not_make_a_rank_full() -> None:
@@ -215,7 +246,12 @@ def test_closing_now_waits_for_nothing() -> None:
 
 
 requests = st.builds(
-    RequestStatus, st.integers(0, 99), st.text(max_size=5), st.sampled_from([LONG, SHORT]), st.floats(0, 100)
+    RequestStatus,
+    st.integers(0, 99),
+    st.text(max_size=5),
+    st.sampled_from([LONG, SHORT]),
+    st.floats(0, 100),
+    st.booleans(),
 )
 progresses = st.builds(WaveProgress, *[st.integers(0, 9)] * 4, st.booleans())
 proposals = st.builds(

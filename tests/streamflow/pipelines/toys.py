@@ -84,9 +84,11 @@ class ToyPipeline:
             raise AttributeError(name) from None
 
     @torch.no_grad()
-    def __call__(self, tokens: list[int], num_steps: int = 3) -> torch.Tensor:
+    def __call__(self, tokens: list[int], num_steps: int = 3, seed: int | None = None) -> torch.Tensor:
         text = self.text_encoder(torch.tensor(tokens))
         latents = torch.linspace(-1, 1, 4 * WIDTH).view(4, WIDTH)
+        if seed is not None:
+            latents = torch.randn(latents.shape, generator=torch.Generator().manual_seed(seed))
         for step in range(num_steps):
             self.between(f"step {step}")
             expert = self.components.get("transformer_2") if step >= 2 else None
