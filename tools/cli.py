@@ -111,6 +111,11 @@ BENCHMARKS = {
         "link",
         "Copies to the device from page-locked, registered and pageable memory, and packing by threads: rates, ratios.",
     ),
+    "chunk": Program(
+        "streamflow.tools.bench.chunk_cost",
+        "chunk",
+        "Interpreter time that the staged transfer takes for each chunk, with warm and with cold caches.",
+    ),
     "startup": Program(
         "streamflow.tools.bench.startup",
         "startup",
