@@ -115,6 +115,10 @@ BENCHMARKS = {
         "streamflow.tools.bench.gather",
         "gather",
         "What ranks gain by bringing slices of a block and gathering the rest: the link, the gather, both overlapped.",
+    "chunk": Program(
+        "streamflow.tools.bench.chunk_cost",
+        "chunk",
+        "Interpreter time that the staged transfer takes for each chunk, with warm and with cold caches.",
     ),
     "startup": Program(
         "streamflow.tools.bench.startup",

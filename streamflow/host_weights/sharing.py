@@ -168,10 +168,7 @@ async def _find_or_publish(
         lease = await _lease_if_sound(store, content_id, is_required=loaded.config.store_mode == "required")
         if lease is not None:
             return _Entry(ownership, StoreOutcome.LOCAL_HIT, lease, is_written=False)
-    published = await store.publish(draft, source_id=source_id, content_id=content_id, progress=progress)
-    lease = await store.lease(published.content_id)
-    if lease is None:
-        raise EntryMissingError(published.content_id, "it was evicted at once")
+    published, lease = await store.publish_leased(draft, source_id=source_id, content_id=content_id, progress=progress)
     is_hit = identity is None and published.was_present  # somebody else published the same meanwhile
     outcome = StoreOutcome.LOCAL_HIT if is_hit else StoreOutcome.PUBLISHED
     return _Entry(ownership, outcome, lease, is_written=not published.was_present)

@@ -246,10 +246,7 @@ class _Opening:
         ownership = ownership_of(skeleton, inventory)
         metadata = metadata_of(skeleton, identity.inputs)
         draft = draft_of_checkpoint(ownership, inventory, checkpoint, plan, metadata)
-        published = await self.store.publish(draft, source_id=identity.source_id, progress=self._progress)
-        lease = await self.store.lease(published.content_id)
-        if lease is None:
-            raise EntryMissingError(published.content_id, "it was evicted at once")
+        published, lease = await self.store.publish_leased(draft, source_id=identity.source_id, progress=self._progress)
         held = HeldLease.of(lease, self._stack)
         outcome, is_verified = StoreOutcome.PUBLISHED, not published.was_present
         return self._from_entry(skeleton, inventory, ownership, held, outcome, is_verified=is_verified)

@@ -141,6 +141,18 @@ class UnsupportedTensorError(StoreError, TypeError):
         super().__init__(StoreCode.UNSUPPORTED_TENSOR, f"{name}: {reason}; load this model without the store")
 
 
+class EntryGoneError(StoreError, LookupError):
+    """An entry was taken away between its publication and its first use, although it was in use."""
+
+    def __init__(self, content_id: str, generation: int) -> None:
+        self.content_id, self.generation = content_id, generation
+        super().__init__(
+            StoreCode.OPERATION_FAILED,
+            f"generation {generation} of {content_id} is gone right after it was published; something other than "
+            "`streamflow store evict`, which leaves what is in use, removes files of the store",
+        )
+
+
 class EntryRejectedError(StoreError, ValueError):
     """A stored entry is damaged and will not be used again.
 

@@ -116,7 +116,24 @@ class HostWeightStore:
         content_id: str | None = None,
         progress: Progress | None = None,
     ) -> Published:
+        """The entry of this draft, published; else as `publish_leased`, without its lease."""
+        published, lease = await self.publish_leased(
+            draft, source_id=source_id, content_id=content_id, progress=progress
+        )
+        lease.close()
+        return published
+
+    async def publish_leased(
+        self,
+        draft: Draft,
+        *,
+        source_id: str | None,
+        content_id: str | None = None,
+        progress: Progress | None = None,
+    ) -> tuple[Published, Lease]:
         """The entry of this draft: written, or found. Its bytes are read once, and are on the disk when this returns.
+        The lease is as of `lease`, for the caller to close; from its first moment on the entry is in use, so that no
+        eviction comes between.
 
         ``content_id`` is what `content_id` has said of this draft, if it was asked: who publishes the same then waits
         and finds it, instead of writing it too. It must not be given by who holds the publication lock of that id.
@@ -129,6 +146,8 @@ class HostWeightStore:
         :raises DraftError: if the draft contradicts itself.
         :raises UnsupportedTensorError: if a tensor cannot be stored.
         :raises StoreOperationError: if the system refuses to write.
+        :raises EntryRejectedError: if it is damaged again already; it is out of use then.
+        :raises EntryGoneError: if it was taken away although it was in use.
         """
         publisher = Publisher(self._access, draft, source_id, progress)
         return await (publisher.publish() if content_id is None else publisher.publish_known(content_id))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+from functools import lru_cache
 from typing import cast
 
 from streamflow.stages.errors import SourceReadError
@@ -17,8 +18,9 @@ _memory_view.restype = ctypes.py_object
 _memory_view.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
 
 
+@lru_cache(maxsize=1024)  # staging buffers are filled over and over, with cold caches: making a view then takes long
 def memory_at(address: int, nbytes: int) -> memoryview:
-    """``nbytes`` writable bytes at ``address``. It owns nothing: the caller keeps that memory alive."""
+    """``nbytes`` writable bytes at ``address``, never to be released. The caller keeps that memory alive."""
     return cast(memoryview, _memory_view(address, nbytes, _WRITABLE))
 
 

@@ -264,9 +264,7 @@ Scenario = Callable[[Member], Awaitable[Any]]
 
 
 @asynccontextmanager
-async def opened(
-    rank: Rank, model: Any, *, groups: RankGroups | None = None, **changes: Any
-) -> AsyncIterator[Member]:
+async def opened(rank: Rank, model: Any, *, groups: RankGroups | None = None, **changes: Any) -> AsyncIterator[Member]:
     """This rank's offload, with those of the others, which have joined. ``groups`` None: all are data-parallel."""
     groups = groups or RankGroups(data_parallel=torch.distributed.group.WORLD)
     device = CpuDevice()

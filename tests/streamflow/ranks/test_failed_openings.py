@@ -6,7 +6,6 @@ import os
 import signal
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import anyio
@@ -26,7 +25,6 @@ from tests.streamflow.ranks.joint import (
     joined,
     opened,
 )
-from tests.streamflow.kit import ModelState
 
 SLACK_S = 3.0
 LIMIT_S = RANK_DEADLINE_S + SLACK_S

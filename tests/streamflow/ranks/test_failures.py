@@ -69,7 +69,10 @@ async def survive(rank: Rank, scenario: Callable[[Member, Survivor], Awaitable[N
 
 
 def ranks_that(
-    scenario: Callable[[Member, Survivor], Awaitable[None]], *, before: Callable[[Rank], object] | None = None, **changes: Any
+    scenario: Callable[[Member, Survivor], Awaitable[None]],
+    *,
+    before: Callable[[Rank], object] | None = None,
+    **changes: Any,
 ) -> Callable[[Rank], object]:
     """The work of ranks that survive ``scenario`` and leave nothing."""
 

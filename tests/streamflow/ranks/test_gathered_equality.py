@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import anyio
 import attrs
 import pytest
-import torch
 from torch import nn
 
 import streamflow
-from streamflow.ranks.topology import RankGroups
-from streamflow.stages.devices.cpu import CpuDevice
 from streamflow.stages.ranks.signature import WaveSignature
 from tests.ranks import Rank, run_ranks
-from tests.streamflow.kit import resident_digests, run_calls, save_checkpoint, settled, sha256_of
+from tests.streamflow.kit import resident_digests, run_calls, settled, sha256_of
 from tests.streamflow.models import CALLS, CASES, Call, Case, Mlp, Stack, seeded
-from tests.streamflow.ranks.joint import Seen, assert_nothing_left, backend_of, joined, options, opened, outcome_of
+from tests.streamflow.ranks.joint import Seen, assert_nothing_left, backend_of, joined, opened
 
 BY_NAME = {
     **{case.name: case for case in CASES},

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import os
 import stat
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import anyio
+import anyio.lowlevel
 import attrs
 import pytest
 
+from streamflow.store.access import StoreAccess
+from streamflow.store.descriptors import num_open
 from streamflow.store.draft import Draft
 from streamflow.store.errors import (
     ContentChangedError,
@@ -21,6 +26,8 @@ from streamflow.store.errors import (
     StoreCode,
     UnsupportedTensorError,
 )
+from streamflow.store.eviction import Evicted
+from streamflow.store.eviction_policy import EvictionPolicy
 from streamflow.store.files import FileOperations
 from streamflow.store.hashing import CHUNK_BYTES
 from streamflow.store.packing import file_name
@@ -49,6 +56,56 @@ async def test_what_was_published_is_leased_byte_for_byte(root: Path) -> None:
                 assert found == data
             await store.verify(lease)
     assert unfinished(root) == []
+
+
+@pytest.mark.parametrize("is_known", [False, True])
+async def test_no_eviction_comes_between_a_publication_and_its_lease(
+    root: Path, is_known: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As soon as the publication's lock is free, somebody evicts all there is."""
+    removed: list[Evicted] = []
+    original = StoreAccess.publication_lock
+    async with opened(root) as store:
+
+        async def evict() -> None:
+            removed.extend(await store.evict(EvictionPolicy(max_bytes=0)))
+
+        @asynccontextmanager
+        async def evicting_at_once(access: StoreAccess, identity: str) -> AsyncIterator[None]:
+            async with original(access, identity):
+                yield
+            await evict()
+
+        monkeypatch.setattr(StoreAccess, "publication_lock", evicting_at_once)
+        content_id = await store.content_id(model().draft()) if is_known else None
+        published, lease = await store.publish_leased(model().draft(), source_id="source", content_id=content_id)
+        with lease:
+            assert (published.generation, lease.generation) == (1, 1)
+            await store.verify(lease)
+            assert removed == []
+        await evict()
+        assert [found.content_id for found in removed] == [published.content_id]
+    assert num_open() == 0
+
+
+async def test_a_publication_that_is_cancelled_at_its_end_keeps_no_lease(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = StoreAccess.publication_lock
+
+    @asynccontextmanager
+    async def cancelled_at_the_end(access: StoreAccess, identity: str) -> AsyncIterator[None]:
+        async with original(access, identity):
+            yield
+        scope.cancel()
+        await anyio.lowlevel.checkpoint()
+
+    monkeypatch.setattr(StoreAccess, "publication_lock", cancelled_at_the_end)
+    async with opened(root) as store:
+        with anyio.CancelScope() as scope:
+            await store.publish_leased(model().draft(), source_id="source")
+        assert scope.cancelled_caught
+    assert num_open() == 0
 
 
 async def test_every_byte_is_read_once(root: Path) -> None:
