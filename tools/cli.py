@@ -115,6 +115,7 @@ BENCHMARKS = {
         "streamflow.tools.bench.gather",
         "gather",
         "What ranks gain by bringing slices of a block and gathering the rest: the link, the gather, both overlapped.",
+    ),
     "chunk": Program(
         "streamflow.tools.bench.chunk_cost",
         "chunk",
