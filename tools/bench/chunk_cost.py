@@ -21,7 +21,7 @@ import torch
 from safetensors.torch import save_file
 
 import streamflow
-from streamflow.opening import make_device
+from streamflow.hardware import make_device
 from streamflow.stages.devices.base import Device, Located, Stream
 from streamflow.stages.devices.cpu import CpuComputeStream
 from streamflow.stages.images import BlockImage
