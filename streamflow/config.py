@@ -120,7 +120,7 @@ class OffloadConfig:
     registration_piece_bytes: int = 1 << 30
     probe_deadline_s: float = 20.0
     packing_threads: int | None = None
-    staging_chunk_bytes: int = 12 << 20
+    staging_chunk_bytes: int = 8 << 20
     run_ahead_blocks: int | None = None
     device: str | torch.device | None = None
     plan: OffloadPlan | None = None

@@ -79,8 +79,9 @@ class TorchCommunicator:
         backend = self._usable_backend()
         own = target[self.rank * slice_bytes : (self.rank + 1) * slice_bytes]
         try:
-            # on NCCL this makes the current stream wait, on gloo the thread
-            backend._allgather_base(target[: self.size * slice_bytes], own, _in_turn()).wait()
+            work = backend._allgather_base(target[: self.size * slice_bytes], own, _in_turn())
+            if work is not None:  # NCCL gives none where it queued the gather on the current stream itself
+                work.wait()  # for the current stream on NCCL, for the thread on gloo
         except Exception as failure:  # RuntimeError, and torch.distributed's own, by backend and version
             self._failure = self._blamed(failure)
             raise self._failure from failure

@@ -45,7 +45,7 @@ def test_people_get_each_reading_at_once_and_a_table_with_ratios_first() -> None
     options = ["--device", "cpu", "--px", "64", "--rounds", "1", "--transfer", "staged"]
     result = CliRunner().invoke(main, ["bench", "step", *options])
     assert result.exit_code == 0, result.output
-    assert re.fullmatch(r"staged from module, \d+ x 12 MiB 64 px, [\d.]+x, [\d.]+x, [\d.]+ ms\n", result.stderr)
+    assert re.fullmatch(r"staged from module, \d+ x 8 MiB 64 px, [\d.]+x, [\d.]+x, [\d.]+ ms\n", result.stderr)
     text = " ".join(result.stdout.split())
     assert "x link limit x resident step resident" in text
     assert "staged from module, " in text
@@ -91,7 +91,7 @@ def test_what_does_not_begin_in_time_is_named(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     report = json.loads(result.stdout)
     assert (report["readings"], report["peers"]) == ([], [])
-    assert report["left_out"] == ["direct from module, 64 px", "staged from module, 12 MiB, 64 px"]
+    assert report["left_out"] == ["direct from module, 64 px", "staged from module, 8 MiB, 64 px"]
     assert json.loads((tmp_path / "report.json").read_text()) == report
 
 
