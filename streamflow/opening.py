@@ -71,16 +71,7 @@ def module_source(name: str, config: OffloadConfig, reason: str, hardware: Hardw
         if hardware.ranks is None:
             return ModuleSource(inventory, blocks, reason, num_pin_threads)
         agreement = hardware.ranks.coordinator
-        return SharedModuleSource(
-            name,
-            inventory,
-            blocks,
-            reason,
-            agreement,
-            config,
-            num_pin_threads=num_pin_threads,
-            is_required=True,  # weights that were not compared must not be gathered
-        )
+        return SharedModuleSource(name, inventory, blocks, reason, agreement, config, num_pin_threads=num_pin_threads)
 
     return make_source
 

@@ -85,6 +85,12 @@ def take_inventory(model: nn.Module, blocks: Sequence[Block], shared: Collection
     return Inventory(tuple(_block_tensors(block, per_block[index]) for index, block in enumerate(blocks)), tuple(fixed))
 
 
+def take_again(model: nn.Module, before: Inventory) -> Inventory:
+    """The inventory of ``model``, whose tensors lie elsewhere than ``before``, with the same of them in each block."""
+    fixed = {id(owned.tensor) for owned in before.fixed}
+    return take_inventory(model, [tensors.block for tensors in before.blocks], fixed)
+
+
 def _homes(model: nn.Module, blocks: Sequence[Block]) -> dict[int, set[int | None]]:
     """For each tensor the blocks that reach it; None among them: something outside every block does."""
     module_homes: dict[int, set[int]] = {}

@@ -10,7 +10,7 @@ import attrs
 from torch import nn
 
 from streamflow.binding.guards import claimed
-from streamflow.binding.inventory import Inventory
+from streamflow.binding.inventory import Inventory, take_again
 from streamflow.config import OffloadConfig
 from streamflow.hardware import Hardware
 from streamflow.host_weights.errors import EntryMissingError, report_or_raise
@@ -106,7 +106,10 @@ async def on_all_ranks(loaded: Loaded, ready: Ready) -> Ready:
     decision = await agreed_on_store(ranks, loaded.name, ready.report, uses_entry=ready.lease is not None)
     if decision is None or ready.lease is None:
         return ready
-    return loaded.with_own_tensors(attrs.evolve(ready.report, reason=decision))
+    async with open_threads() as crew:  # its tensors show the entry: they lie elsewhere than before
+        inventory = await crew.call(lambda: take_again(loaded.model, loaded.inventory), name="inventory")
+    moved = attrs.evolve(loaded, inventory=inventory)
+    return moved.with_own_tensors(attrs.evolve(ready.report, reason=decision))
 
 
 async def share_loaded(

@@ -74,6 +74,8 @@ def _to_open(
     ready: Ready | None,
 ) -> ComponentToOpen:
     is_transformer = component.declared.role is Role.TRANSFORMER
+    if ready is not None:  # where the weights lie now
+        inventory = ready.inventory
     has_residents = behaviour is Behaviour.STREAMED and is_transformer
     return ComponentToOpen(
         name=component.name,

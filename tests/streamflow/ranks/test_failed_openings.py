@@ -1,4 +1,4 @@
-"""Offloads that ranks cannot open together: each is told why, in time, by the same kind of error, and nothing is left."""
+"""Offloads that ranks cannot open together: each is told why, in time, by one kind of error, and nothing is left."""
 
 from __future__ import annotations
 

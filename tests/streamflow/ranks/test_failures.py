@@ -131,7 +131,7 @@ def test_a_rank_that_dies_or_stands_still_in_a_walk(how: str, who: int) -> None:
 def test_a_rank_that_dies_or_stands_still_while_nobody_asks(how: str, who: int) -> None:
     async def scenario(member: Member, survivor: Survivor) -> None:
         member.rank.say("open")
-        while member.offload.state == "ready":
+        while member.offload.state == "ready":  # noqa: ASYNC110 - nothing tells of it but the next request
             await anyio.sleep(0.01)
 
     with forked_ranks(2, ranks_that(scenario)) as ranks:

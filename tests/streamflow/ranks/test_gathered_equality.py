@@ -113,7 +113,8 @@ def test_outputs_are_those_of_the_resident_model(size: int) -> None:
         case = trial.given
         expected = [resident_digests(case.build(), calls_of(rank, case.calls)) for rank in range(size)]
         assert found == expected, trial
-        assert len({tuple(each) for each in found}) == size, "the ranks' outputs have to differ"
+        if trial.case != "every dtype":  # it saturates: the same for all inputs
+            assert len({tuple(each) for each in found}) == size, "the ranks' outputs have to differ"
         for _, seen in (answer[number] for answer in answers):
             assert (seen.transfer, seen.state, seen.peak_is_small) == ("gathered", "ready", True), trial
             assert seen.num_walks == len(case.calls), trial

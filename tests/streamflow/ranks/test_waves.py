@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from functools import partial
 
 import anyio
 import attrs
@@ -359,7 +360,7 @@ def test_pipelines_with_two_experts_walk_together(plan: OffloadPlan | None) -> N
     digests = []
     for rank, (outcomes, seen) in enumerate(answers):
         for outcome, seed in zip(outcomes, (7, 8), strict=True):
-            picture = in_worker(lambda: pipeline(TOKENS[rank], num_steps=5, seed=seed + 10 * rank))
+            picture = in_worker(partial(pipeline, TOKENS[rank], num_steps=5, seed=seed + 10 * rank))
             assert outcome.value == sha256_of(picture), outcome
             digests.append(outcome.value)
         num_own = 0 if plan is None else 2
