@@ -132,8 +132,11 @@ class WaveWalks:
             self.on_change()
 
     def gone(self, maker: int) -> None:
-        if maker in self._live:
+        # at once: while this rank walks alone, nobody looks at who waits, and a wave may begin
+        still = tuple(request for request in self._waiting if self._makers[request.ticket] != maker)
+        if maker in self._live or still != self._waiting:
             self._live.discard(maker)
+            self._waiting = still
             self.on_change()
 
     # For the coordinator, see `LocalWaves`
