@@ -14,8 +14,8 @@ from streamflow.stages.ranks.signature import WaveSignature
 class WaitingRequest:
     """A request whose first pass waits for a wave ``since`` then, by ``anyio.current_time()``.
 
-    ``ticket`` is the rank's own number for it; ``name`` is what errors call it. ``alone``: no other request of its rank
-    can come to wait beside it.
+    ``ticket`` is the rank's own number for it, given once: what is answered a round later must not meet a request that
+    came meanwhile. ``name`` is what errors call it. ``alone``: no other request of its rank can come to wait beside it.
     """
 
     ticket: int

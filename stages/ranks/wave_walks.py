@@ -34,6 +34,7 @@ class WaveWalks:
         self._live: set[int] = set()
         self._is_held = False
         self._waiting: tuple[WaitingRequest, ...] = ()
+        self._makers: dict[int, int] = {}
         self._refused: dict[int, Exception] = {}
         self.on_change: Callable[[], None] = _nothing
         self.wake: Callable[[], None] = _nothing
@@ -83,8 +84,8 @@ class WaveWalks:
         """Why the pass gets no walk; None if it does, or has to wait."""
         if waiting.component not in self._feed.components or waiting.maker in self._members:
             return None
-        if waiting.maker is not None and waiting.maker in self._refused:
-            return self._refused.pop(waiting.maker)
+        if waiting.pass_id in self._refused:
+            return self._refused.pop(waiting.pass_id)
         signature = self._signature_of(waiting)
         if signature is None:
             return SignatureMissingError(waiting.component, waiting.request_id)
@@ -101,12 +102,14 @@ class WaveWalks:
         before, self._waiting = (
             self._waiting,
             tuple(
-                WaitingRequest(other.maker, other.request_id or "a direct call", signature, other.since, other.alone)
+                WaitingRequest(other.pass_id, other.request_id or "a direct call", signature, other.since, other.alone)
                 for other in collective
                 if other.maker is not None and other.maker not in members
                 if (signature := self._signature_of(other)) is not None
             ),
         )
+        self._makers = {other.pass_id: other.maker for other in collective if other.maker is not None}
+        self._refused = {ticket: error for ticket, error in self._refused.items() if ticket in self._makers}
         if before != self._waiting:
             self.on_change()
 
@@ -129,9 +132,11 @@ class WaveWalks:
             self.on_change()
 
     def gone(self, maker: int) -> None:
-        self._refused.pop(maker, None)
-        if maker in self._live:
+        # at once: while this rank walks alone, nobody looks at who waits, and a wave may begin
+        still = tuple(request for request in self._waiting if self._makers[request.ticket] != maker)
+        if maker in self._live or still != self._waiting:
             self._live.discard(maker)
+            self._waiting = still
             self.on_change()
 
     # For the coordinator, see `LocalWaves`
@@ -145,7 +150,7 @@ class WaveWalks:
 
     def begin(self, wave: int, signature: WaveSignature, tickets: Collection[int]) -> None:
         self._wave = wave
-        self._live = {request.ticket for request in self._waiting if request.ticket in tickets}
+        self._live = {self._makers[request.ticket] for request in self._waiting if request.ticket in tickets}
         self._feed.begin(signature.walks())
         self.wake()
 

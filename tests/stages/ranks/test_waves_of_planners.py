@@ -314,7 +314,7 @@ def test_a_member_that_does_something_else_first_waits_for_the_end_of_the_wave_a
     ranks.run()
     ranks.begin(wave)
     ranks.run()
-    assert [request.ticket for request in ranks.ranks[0].waves.waiting()] == [maker.number]
+    assert [request.ticket for request in ranks.ranks[0].waves.waiting()] == [maker.pass_id]
     ranks.begin(wave)
     ranks.run()
     assert maker.gone
@@ -349,3 +349,48 @@ def test_a_waiting_request_gets_the_error_that_it_is_refused_with() -> None:
     assert isinstance(maker.error, ValueError)
     assert maker.gone
     assert not ranks.ranks[0].waves.waiting()
+
+
+def test_an_answer_that_comes_late_is_not_taken_for_one_to_the_next_request_of_the_same_thread() -> None:
+    ranks = Ranks(1, num_ranks=2)
+    rank, blocks = ranks.ranks[0], ranks.orders[COLLECTIVE]
+    first = ranks.add(0, signature(2), [(COLLECTIVE, blocks)] * 2)
+    ranks.run()
+    (said,) = rank.waves.waiting()
+    rank.stop(first)
+    following = ranks.add(0, signature(1), [(COLLECTIVE, blocks)])
+    following.number = first.number
+    ranks.run()
+    (waiting,) = rank.waves.waiting()
+    rank.waves.refuse(said.ticket, ValueError("of the first"))
+    for other in ranks.ranks:
+        other.waves.begin(1, signature(2), [said.ticket])
+        other.settle()
+    ranks.run()
+    assert following.error is None
+    assert rank.waves.progress().num_live == 0
+    assert waiting.ticket != said.ticket
+    assert [request.ticket for request in rank.waves.waiting()] == [waiting.ticket]
+
+
+def test_a_request_that_ends_while_its_rank_walks_alone_is_no_member_of_the_wave_that_begins() -> None:
+    ranks = Ranks(1, num_ranks=2)
+    rank, blocks = ranks.ranks[0], ranks.orders[COLLECTIVE]
+    ended = ranks.add(0, signature(2), [(COLLECTIVE, blocks)] * 2)
+    rank.act("maker 0")
+    (said,) = rank.waves.waiting()
+    alone = ranks.add(0, None, [(LOCAL, ranks.orders[LOCAL])])
+    other = ranks.add(1, signature(2), [(COLLECTIVE, blocks)] * 2)
+    rank.act("maker 1")
+    assert rank.num_walks[LOCAL] == 1
+    rank.stop(ended)
+    assert not rank.waves.waiting()
+    ranks.ranks[1].act("maker 0")
+    rank.waves.begin(1, signature(2), [said.ticket])
+    ranks.ranks[1].waves.begin(1, signature(2), [request.ticket for request in ranks.ranks[1].waves.waiting()])
+    for each in ranks.ranks:
+        each.settle()
+    ranks.run()
+    assert alone.gone
+    assert other.gone
+    ranks.check(2)
