@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import mmap
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -57,7 +58,8 @@ class _Work:
 
     def run(self, thread: int) -> None:
         """Hash images until none is left. Blocks."""
-        buffer = memoryview(bytearray(max(1, min(self._sink.max_run_bytes, max(self._sizes, default=0)))))
+        # a mapping of its own: what malloc gives in this size it keeps when it is freed, for each thread
+        buffer = memoryview(mmap.mmap(-1, max(1, min(self._sink.max_run_bytes, max(self._sizes, default=0)))))
         while (number := next(self._next)) < len(self._order):
             image = self._order[number]
             self.digests[image] = self._hash(image, buffer, thread)
