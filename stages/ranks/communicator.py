@@ -7,6 +7,7 @@ two orders on one communicator hang. This one is used from one communication str
 from __future__ import annotations
 
 import threading
+import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
@@ -109,6 +110,10 @@ class TorchCommunicator:
             backend, self._backend = self._backend, None
         if backend is not None and not self._aborted:
             _call_if_there(backend, "shutdown", "_shutdown")
+        failure: BaseException | None = self._failure
+        while failure is not None:  # it may be kept for long, and its frames have the backend, and the slot
+            traceback.clear_frames(failure.__traceback__)
+            failure = failure.__cause__
 
 
 def new_communicator(

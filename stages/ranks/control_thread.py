@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from typing import TypeVar
 
 from streamflow.stages.signals import LoopEvent
@@ -22,17 +23,20 @@ class ControlThread:
         """What ``work`` returns or raises. A cancelled call waits for it all the same."""
         outcome: Future[Result] = Future()
         done = LoopEvent()
-
-        def run() -> None:
-            try:
-                outcome.set_result(work())
-            except BaseException as failure:
-                outcome.set_exception(failure)
-            finally:
-                done.set()
-
-        self._thread.submit(run)
+        self._thread.submit(partial(_run, work, outcome, done))
         absorbed = await wait_through(done)
         if absorbed is not None:
             raise absorbed
-        return outcome.result()
+        try:
+            return outcome.result()
+        finally:
+            del outcome  # a failure's traceback has this frame: it would keep itself, and a connection's memory
+
+
+def _run(work: Callable[[], Result], outcome: Future[Result], done: LoopEvent) -> None:
+    try:
+        outcome.set_result(work())
+    except BaseException as failure:
+        outcome.set_exception(failure)
+    finally:
+        done.set()

@@ -29,6 +29,8 @@ from tests.streamflow.ranks.kit import copies_left
 
 WIDTH = 24
 STEPS = 3
+#: What a connection to another rank, and the loop in torch that serves it, have open.
+CONNECTIONS = Counter({"socket": 1000, "anon_inode": 1000})
 #: Within it the ranks of these tests know of one that is dead or silent.
 RANK_DEADLINE_S = 2.0
 
@@ -229,10 +231,14 @@ def leftovers() -> dict[str, Counter[str]]:
     """What streamflow could leave in this process, and on this machine."""
     return {
         "threads": Counter(streamflow_threads()),
-        "fds": Counter(_kind_of(fd) for fd in os.listdir("/proc/self/fd") if os.path.lexists(f"/proc/self/fd/{fd}")),
+        "fds": _fds(),
         "shm": Counter(path.name for path in Path("/dev/shm").iterdir() if "streamflow" in path.name),
         "copies": Counter(copies_left()),
     }
+
+
+def _fds() -> Counter[str]:
+    return Counter(_kind_of(fd) for fd in os.listdir("/proc/self/fd") if os.path.lexists(f"/proc/self/fd/{fd}"))
 
 
 def _kind_of(fd: str) -> str:
@@ -243,6 +249,9 @@ def _kind_of(fd: str) -> str:
 def assert_nothing_left(before: Mapping[str, Counter[str]], patience_s: float = 2.0) -> None:
     """Fail if there is more than before; sockets of the test's own group may have gone with another rank."""
     until = time.monotonic() + patience_s
+    while (open_ends := _fds() - before["fds"]) & CONNECTIONS and time.monotonic() < until:
+        time.sleep(0.02)
+    assert not open_ends & CONNECTIONS, f"connections that wait for the garbage collector: {open_ends}"
     while (left := _more(leftovers(), before)) and time.monotonic() < until:  # gloo's go a little after their group
         gc.collect()
         time.sleep(0.02)
@@ -255,6 +264,7 @@ def _more(now: Mapping[str, Counter[str]], before: Mapping[str, Counter[str]]) -
 
 def joined(rank: Rank, timeout_s: float = 20.0) -> dict[str, Counter[str]]:
     """Join the others, in a child; returns what there was before anything is opened."""
+    gc.disable()  # what is closed is gone at once
     gc.freeze()  # what was forked need not be looked through, nor copied for it
     rank.join(timeout_s=timeout_s)
     return leftovers()

@@ -366,3 +366,20 @@ def test_pipelines_with_two_experts_walk_together(plan: OffloadPlan | None) -> N
         num_own = 0 if plan is None else 2
         assert (seen.transfer, seen.num_walks, seen.num_passes) == ("gathered", 10 + num_own, 10 + num_own)
     assert len(set(digests)) == 4
+
+
+def test_a_request_that_has_the_model_for_itself_does_not_wait_for_others_beside_it() -> None:
+    """Of a stateful model a request keeps it: no other one of the rank can come to wait, however long the window is."""
+
+    async def scenario(member: Member) -> list[Outcome]:
+        outcomes = await ask_all(member, [asked_of(member.rank.rank, number) for number in range(2)])
+        await member.meet("done")
+        return outcomes
+
+    def work(rank: Rank) -> object:
+        changes = {"stateful_modules": ("condition",), "max_running_requests": 2, "ranks": {"wave_window_s": 30}}
+        return live(rank, scenario, backend=backend_of(rank), **changes)
+
+    for rank, outcomes in enumerate(run_ranks(2, work)):
+        assert_own_pictures(outcomes, [(rank, 0), (rank, 1)])
+        assert max(outcome.seconds for outcome in outcomes) < 20
