@@ -40,6 +40,11 @@ class WaveWalks:
         self.wake: Callable[[], None] = _nothing
         self.on_failure: Callable[[BaseException], None] = _ignored
 
+    def components_of(self, wave: WaveSignature | None) -> frozenset[str]:
+        """The components of a wave of this signature (None: the default one). From any thread."""
+        signature = self._default_wave if wave is None else wave
+        return frozenset() if signature is None else frozenset(signature.walks())
+
     # For the walk planner
 
     @property
