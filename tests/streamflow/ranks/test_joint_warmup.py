@@ -16,7 +16,6 @@ from tests.streamflow.kit import in_worker, sha256_of
 from tests.streamflow.pipelines.toys import toy_pipeline
 from tests.streamflow.ranks.joint import Denoiser, assert_nothing_left, backend_of, joined, options, outcome_of
 
-
 TOKENS = [1, 5, 2]
 WAVE = WaveSignature((("transformer", 2), ("transformer_2", 3)))
 
