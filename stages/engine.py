@@ -424,6 +424,8 @@ class Engine:
                 event = await fetching.issued()
                 if self._failure is None:
                     self._fetched(fetch, is_counted, event)
+                else:  # nobody uses it, but the slot's memory has to last until then
+                    self._window[fetch.slot].busy_until.append(event)
             except Exception as failure:
                 self.broadcast.publish(FetchFailed(fetch.block, failure))
                 self.fail(failure)

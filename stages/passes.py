@@ -58,7 +58,8 @@ class Pass:
             self._place.watch.pass_begun(self.pass_id)
         maker = threading.get_ident()
         place = self._place
-        self._ring(PassStarted(self.pass_id, self._component, maker, place.request_id, self._alone, place.wave))
+        wave = None if place.wave is None else place.wave.of_pass(self._component)
+        self._ring(PassStarted(self.pass_id, self._component, maker, place.request_id, self._alone, wave))
 
     def enter(self, block: int) -> None:
         """Return when the thread may issue the block's work.

@@ -9,7 +9,7 @@ import attrs
 
 from streamflow.stages.devices.base import Event, Stream
 from streamflow.stages.mailbox import Mailbox
-from streamflow.stages.ranks.signature import WaveSignature
+from streamflow.stages.ranks.signature import WaveNeed
 from streamflow.stages.threads import WorkerThread
 from streamflow.stages.timing import PlaceWatch
 
@@ -50,7 +50,7 @@ class Place:
         self.mailbox = Mailbox()
         self.waits = WaitTimes()
         self.request_id: str | None = None
-        self.wave: WaveSignature | None = None
+        self.wave: WaveNeed | None = None
         self.watch: PlaceWatch | None = None
         self._run_ahead_blocks = run_ahead_blocks
         self._issued: deque[Event] = deque()

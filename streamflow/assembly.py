@@ -115,7 +115,8 @@ async def _open_bound(
         if joint is not None:
             await stack.enter_async_context(in_step(joint, engine, crew))
             choice = joint.describe(choice)
-        workplace = await stack.enter_async_context(_open_workplace(engine, device, residency, components, config))
+        opened_workplace = _open_workplace(engine, device, residency, components, config, joint)
+        workplace = await stack.enter_async_context(opened_workplace)
         trace.attach(engine)
         interceptions = Interceptions(_interceptions(components, engine, device, workplace))
         offload = Offload(
@@ -194,6 +195,7 @@ async def _open_workplace(
     residency: Residency | None,
     components: Sequence[BoundComponent],
     config: OffloadConfig,
+    joint: JointEngine | None,
 ) -> AsyncIterator[Workplace]:
     gates = gates_of(components, config.stateful_modules)
 
@@ -201,7 +203,8 @@ async def _open_workplace(
         workplace.clean(place)
 
     admission = Admission(engine.places, clean, config.max_waiting_requests)
-    workplace = Workplace(engine, device, admission, residency, gates)
+    together = None if joint is None else joint.components_together
+    workplace = Workplace(engine, device, admission, residency, gates, together)
     try:
         yield workplace
     finally:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
 import attrs
 import torch
+from anyio.lowlevel import checkpoint
 from torch.distributed.device_mesh import DeviceMesh
 
 from streamflow.config import OffloadConfig
@@ -28,6 +29,16 @@ class Hardware:
     device: Device
     ranks: Ranks | None = None
     why_alone: str | None = None
+
+    async def open_together(self, last_step: Callable[[], Awaitable[None]] = checkpoint) -> None:
+        """Do what is left of opening an offload here; returns once the other ranks have, too.
+
+        :raises RankError: if a rank is gone, or failed.
+        """
+        if self.ranks is None:
+            await last_step()
+        else:
+            await self.ranks.open_together(last_step)
 
 
 @asynccontextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from functools import partial
 from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
@@ -52,7 +53,8 @@ async def open_offload(
     ``config.device_budget_bytes``, and an unmodified pipeline runs under `Offload.run`.
 
     ``warmup`` is a dummy request that is run before this returns: True for the one that the pipeline's class declares
-    (else one step), a `WarmUpRecipe` or a mapping of one, or a function; None for none.
+    (else one step), a `WarmUpRecipe` or a mapping of one, or a function; None for none. Where ranks gather, none of them
+    returns before all have done theirs.
 
     ``config`` may be a mapping of options; None is all defaults. ``ranks`` are the process groups, or a mesh, that this
     process belongs to: where several ranks have the same weights, each copies a slice of a block and they gather the
@@ -79,7 +81,7 @@ async def open_offload(
         open_hardware(device, ranks, config) as (hardware, config),
         _opened(model, config, inputs, hardware) as offload,
     ):
-        await warm_up(offload, model, warmup, on_failure=config.warmup_failure)
+        await hardware.open_together(partial(warm_up, offload, model, warmup, on_failure=config.warmup_failure))
         yield offload
 
 

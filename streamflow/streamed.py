@@ -89,6 +89,7 @@ async def open_streamed(
         )
         opened = _open_without_store(request) if config.store_mode == "disabled" else _open_with_store(request)
         async with opened as streamed:
+            await hardware.open_together()
             yield streamed
 
 

@@ -76,6 +76,10 @@ class WaveSignature:
             f"{name} {mine[name]!r} against {theirs[name]!r}" for name in mine if mine[name] != theirs[name]
         )
 
+    def of_pass(self, component: str) -> WaveSignature:
+        """The wave that a pass over ``component`` belongs to: this one, whichever it is."""
+        return self
+
     def to_wire(self) -> dict[str, Any]:
         """Plain values for JSON, of which `from_wire` makes an equal signature."""
         steps = [[component, number] for component, number in self.steps]
@@ -91,3 +95,19 @@ class WaveSignature:
         if sorted(values) != sorted(expected):
             raise WaveSignatureError("fields", sorted(values), f"they have to be {expected}")
         return cls(**values)
+
+
+class EachPass:
+    """Stands for the signature of a request of which nobody knows what it does: each of its passes is a wave."""
+
+    def walks(self) -> tuple[str, ...]:
+        """Nothing is known ahead."""
+        return ()
+
+    def of_pass(self, component: str) -> WaveSignature:
+        """The wave that a pass over ``component`` belongs to: one of a single walk."""
+        return WaveSignature(((component, 1),))
+
+
+#: What a request may say of the waves that it needs.
+WaveNeed = WaveSignature | EachPass

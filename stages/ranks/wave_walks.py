@@ -12,7 +12,7 @@ from streamflow.stages.decisions import Refusal
 from streamflow.stages.feed import Feed
 from streamflow.stages.ranks.errors import SignatureMissingError, WaveComponentsError
 from streamflow.stages.ranks.local_waves import WaitingRequest, WaveProgress
-from streamflow.stages.ranks.signature import WaveSignature
+from streamflow.stages.ranks.signature import WaveNeed, WaveSignature
 from streamflow.stages.returns import Returns
 from streamflow.stages.walk_sources import WaitingPass, WalkChoice, WalkSource
 
@@ -39,6 +39,11 @@ class WaveWalks:
         self.on_change: Callable[[], None] = _nothing
         self.wake: Callable[[], None] = _nothing
         self.on_failure: Callable[[BaseException], None] = _ignored
+
+    def components_of(self, wave: WaveNeed | None) -> frozenset[str]:
+        """The components of the wave that a request needs (None: the default one). From any thread."""
+        need = self._default_wave if wave is None else wave
+        return frozenset() if need is None else frozenset(need.walks())
 
     # For the walk planner
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 
@@ -20,6 +20,7 @@ from streamflow.stages.devices.base import Device
 from streamflow.stages.engine import Engine
 from streamflow.stages.feed import Feed
 from streamflow.stages.images import BlockImage
+from streamflow.stages.places import Place
 from streamflow.stages.ranks.errors import RanksDisagreeError
 from streamflow.stages.ranks.local_blocks import choose_local
 from streamflow.stages.ranks.slices import cannot_be_cut
@@ -38,6 +39,10 @@ class JointEngine:
     waves: WaveWalks
     local: frozenset[str]
     num_gathered: int
+
+    def components_together(self, place: Place) -> Collection[str]:
+        """The components that the request in ``place`` walks over in its wave."""
+        return self.waves.components_of(place.wave)
 
     def describe(self, choice: TransferChoice) -> TransferChoice:
         """``choice``, which says how slices get to the device, as that of whole blocks."""

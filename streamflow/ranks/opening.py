@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
@@ -47,6 +47,18 @@ class Ranks:
         if fields or any(other != values[0] for other in values):
             named = [{name: _field(v, name) for name in fields} for v in values] if fields else values
             raise RanksDisagreeError(what, named, fields)
+
+    async def open_together(self, last_step: Callable[[], Awaitable[None]]) -> None:
+        """Do what is left of opening, and return once every rank has: nobody's requests meet a rank that still opens.
+
+        :raises RankError: if a rank is gone, or failed.
+        """
+        try:
+            await last_step()
+        except Exception as failure:
+            self.coordinator.report(failure)
+            raise
+        await self.coordinator.agree("open", None)
 
 
 def _field(values: Any, path: str) -> Any:

@@ -22,7 +22,7 @@ import attrs
 from streamflow.errors import OverloadedError
 from streamflow.stages.errors import EngineClosedError
 from streamflow.stages.places import Place
-from streamflow.stages.ranks.signature import WaveSignature
+from streamflow.stages.ranks.signature import WaveNeed
 from streamflow.stages.signals import LoopEvent
 from streamflow.stages.threads import more_urgent, wait_through
 
@@ -54,7 +54,7 @@ class Turn:
     number: int
     priority: int = 0
     request_id: str | None = None
-    wave: WaveSignature | None = None
+    wave: WaveNeed | None = None
     exclusive: frozenset[int] = frozenset()
     waits: bool = True
     withdrawn: bool = False
@@ -124,7 +124,7 @@ class Admission:
         *,
         priority: int = 0,
         request_id: str | None = None,
-        wave: WaveSignature | None = None,
+        wave: WaveNeed | None = None,
         exclusive: frozenset[int] = frozenset(),
     ) -> Turn:
         """Queue ``occupant``; see `Turn`. From any thread; never blocks.

@@ -27,7 +27,7 @@ from streamflow.stages.engine import Engine
 from streamflow.stages.errors import EngineBrokenError, EngineClosedError
 from streamflow.stages.events import ObservedEvent
 from streamflow.stages.observers import DEFAULT_CAPACITY
-from streamflow.stages.ranks.signature import WaveSignature
+from streamflow.stages.ranks.signature import EachPass, WaveSignature
 from streamflow.stages.residency import Residency
 from streamflow.stages.statistics import EngineStatistics
 from streamflow.stages.threads import open_threads
@@ -137,9 +137,18 @@ class Offload:
         )
 
     async def run_uncounted(self, work: Callable[[], Any]) -> Any:
-        """`run` for a dummy request of the owner's: when it has ended, `statistics` begins anew."""
+        """`run` for a dummy request of the owner's: when it has ended, `statistics` begins anew.
+
+        Where ranks gather the weights together each of its passes is a wave: what ``work`` does is not known.
+        """
         uncounted = OffloadRequest(
-            self._prepare, self._admission, OutcomeCounter(), request_id="warm-up", priority=0, deadline_s=None
+            self._prepare,
+            self._admission,
+            OutcomeCounter(),
+            request_id="warm-up",
+            priority=0,
+            deadline_s=None,
+            wave=EachPass(),
         )
         try:
             return await uncounted.run(work)

@@ -17,7 +17,7 @@ from streamflow.runtime.requests import Request
 from streamflow.runtime.shared_state import shared_state_of
 from streamflow.spans import request_span
 from streamflow.stages.errors import StreamflowError
-from streamflow.stages.ranks.signature import WaveSignature
+from streamflow.stages.ranks.signature import WaveNeed
 
 Params = ParamSpec("Params")
 Result = TypeVar("Result")
@@ -41,7 +41,7 @@ class OffloadRequest:
         request_id: str,
         priority: int,
         deadline_s: float | None,
-        wave: WaveSignature | None = None,
+        wave: WaveNeed | None = None,
     ) -> None:
         self.request_id = request_id
         self.priority = priority

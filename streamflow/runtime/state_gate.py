@@ -93,13 +93,17 @@ class StateGate:
         if self.is_open:
             yield False
             return
-        while not self._take():
-            check()
-            time.sleep(_POLL_S)
+        self.enter(check)
         before = Snapshot(self._model, self._ignored) if self._num_watched < NUM_WATCHED else None
         yield True
         if before is not None:
             self._judge(before)
+
+    def enter(self, check: Callable[[], object]) -> None:
+        """Wait for the turn of the calling thread's request, ahead of its forwards."""
+        while not self._take():
+            check()
+            time.sleep(_POLL_S)
 
     def _take(self) -> bool:
         return self.is_open or self._holding.take(self)

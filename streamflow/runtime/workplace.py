@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -28,7 +28,8 @@ class Workplace:
 
     A component that moves is held (``residency``; None: nothing moves) from a request's first call of it until the
     request calls another one, or ends; for a borrowing thread, until somebody calls another one. Of a component that
-    keeps state between calls (``gates``, by component) one request at a time has the use.
+    keeps state between calls (``gates``, by component) one request at a time has the use. ``together``: the components
+    that a request in the place walks over with those of other ranks, once it has begun to (None: there are none).
     """
 
     def __init__(
@@ -38,6 +39,7 @@ class Workplace:
         admission: Admission,
         residency: Residency | None,
         gates: Mapping[str, ComponentGate],
+        together: Callable[[Place], Collection[str]] | None = None,
     ) -> None:
         self.state = ThreadState()
         self._engine = engine
@@ -45,6 +47,7 @@ class Workplace:
         self.admission = admission
         self._residency = residency
         self._gates = gates
+        self._together = together
         self._opened_by = os.getpid()
         self._loop_thread = threading.get_ident()
         self._last_callers: dict[int, Stream] = {}
@@ -146,6 +149,7 @@ class Workplace:
                 for earlier in held:
                     self._let_go(place, earlier)
             # first the gate, then the device: who waits for the one holds nothing of the other
+            self._enter_together(place, component)
             with self._gates[component].gate.forward(place.mailbox.check) as alone:
                 if component not in held:
                     self._hold(place, component, keep)
@@ -158,6 +162,14 @@ class Workplace:
             self.state.inside = outer
             if outer and component not in held:
                 self._let_go(place, component)
+
+    def _enter_together(self, place: Place, component: str) -> None:
+        """Pass all gates of a wave before it: those who are in it wait for each other, so none may wait for a gate."""
+        together = () if self._together is None else self._together(place)
+        if component in together:
+            for name in together:
+                if name in self._gates and self._gates[name].lasts:
+                    self._gates[name].gate.enter(place.mailbox.check)
 
     def _hold(self, place: Place, component: str, keep: bool) -> None:
         if self._residency is not None:

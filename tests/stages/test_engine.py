@@ -446,6 +446,43 @@ async def test_the_first_failure_stays() -> None:
         assert str(bench.engine.failure) == "the first"
 
 
+class LateEvent(CpuEvent):
+    """Happens when it is waited for."""
+
+    def wait(self) -> None:
+        self.happen()
+        super().wait()
+
+
+class LateTransfer(HeldTransfer):
+    """Its fetches end on a stream of its own, after they are issued."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.events: list[LateEvent] = []
+        self.num_under_way: int | None = None
+
+    async def finish(self, image: BlockImage, slot: torch.Tensor) -> Event:
+        await super().finish(image, slot)
+        self.events.append(LateEvent("late"))
+        return self.events[-1]
+
+    def close(self) -> None:
+        self.num_under_way = sum(not event.is_done() for event in self.events)
+
+
+async def test_buffers_outlive_what_was_issued_into_them_when_the_engine_had_failed_already() -> None:
+    transfer = LateTransfer()
+    transfer.hold(0)
+    transfer.failures["block 1"] = OSError("the disk is gone")
+    async with open_bench(open_transfer=opens(transfer)) as bench:
+        await wait_until(lambda: bench.engine.failure is not None)
+        transfer.let_go(0)
+        await wait_until(lambda: bool(transfer.events))
+        await anyio.wait_all_tasks_blocked()
+    assert transfer.num_under_way == 0
+
+
 class FailingDevice(CpuDevice):
     """Its first copy fails, and so does every later one."""
 
