@@ -43,6 +43,9 @@ class Tracing:
     def describe(self, **facts: Any) -> None:
         """Put ``facts`` (plain values) into the trace's metadata."""
 
+    def join(self, rank: int, size: int, run: str) -> None:
+        """What is recorded is that of ``rank``, one of ``size`` that gather; all of them have the same ``run``."""
+
     def write(self, path: str | os.PathLike[str]) -> None:
         """Write what is recorded now; ``.gz`` at the end of the name compresses. Blocks; from any thread.
 
@@ -63,6 +66,7 @@ class RecordedTracing(Tracing):
         # read as close together as can be: what relates this trace to others of the same machine
         self._zero_s, self._zero_unix_ns = time.perf_counter(), time.time_ns()
         self._facts: dict[str, Any] = {}
+        self._rank = 0
 
     def engine(self, components: Mapping[str, Mapping[int, BlockImage]]) -> EngineTrace:
         engine = RecordedEngine(len(self.engines), components, self.ring, self.clock)
@@ -72,6 +76,10 @@ class RecordedTracing(Tracing):
 
     def describe(self, **facts: Any) -> None:
         self._facts |= facts
+
+    def join(self, rank: int, size: int, run: str) -> None:
+        self._rank = rank
+        self.describe(ranks={"size": size, "run": run})
 
     def document(self) -> TraceDocument:
         """What is recorded now, as it is written. Takes a while; not on a loop."""
@@ -89,7 +97,7 @@ class RecordedTracing(Tracing):
             "num_cores": len(os.sched_getaffinity(0)),
             **self._facts,
         }
-        return chrome_trace(entries, self.engines, self._zero_s, metadata)
+        return chrome_trace(entries, self.engines, self._zero_s, metadata, self._rank)
 
     def write(self, path: str | os.PathLike[str]) -> None:
         self.clock.sync()
