@@ -31,6 +31,8 @@ from streamflow.trace.ring import Ring
 
 #: Seconds after which the device's clock is related to the host's anew.
 SYNC_EVERY_S = 5.0
+#: Readings of the host's clocks at the beginning.
+NUM_READINGS = 5
 
 
 class Tracing:
@@ -63,8 +65,7 @@ class RecordedTracing(Tracing):
         self.clock = clock
         self.engines: list[RecordedEngine] = []
         self.failed = anyio.Event()
-        # read as close together as can be: what relates this trace to others of the same machine
-        self._zero_s, self._zero_unix_ns = time.perf_counter(), time.time_ns()
+        self._zero_s, self._zero_unix_ns = _read_clocks()
         self._facts: dict[str, Any] = {}
         self._rank = 0
 
@@ -164,6 +165,18 @@ async def _keep_in_sync(clock: DeviceClock, crew: ThreadCrew) -> None:
     while True:
         await anyio.sleep(SYNC_EVERY_S)
         await crew.call_through(clock.sync)
+
+
+def _read_clocks() -> tuple[float, int]:
+    """Now, on `time.perf_counter` and on the wall: what relates this trace to others of the same machine.
+
+    Of a few readings the quickest, as a thread may be interrupted in the midst of one.
+    """
+    readings = []
+    for _ in range(NUM_READINGS):
+        begin, unix_ns = time.perf_counter(), time.time_ns()
+        readings.append((time.perf_counter() - begin, begin, unix_ns))
+    return min(readings)[1:]
 
 
 def _check(path: Path) -> None:
