@@ -97,6 +97,7 @@ async def _open_bound(
     async with AsyncExitStack() as stack:
         attachments = [await stack.enter_async_context(attach(component, device, crew)) for component in components]
         if ranks is not None:
+            tracing.join(ranks.group.index, ranks.group.size, ranks.run)
             await agree_on_sources(ranks, components, crew)
         choice = choose_transfer_for(config, device, components)
         if ranks is not None:

@@ -30,11 +30,15 @@ NCCL_TIMEOUT_S = 24 * 3600.0
 
 @attrs.frozen(eq=False)
 class Ranks:
-    """The ranks that this one gathers with. ``coordinator`` keeps them in step; blocks go over ``communicator``."""
+    """The ranks that this one gathers with. ``coordinator`` keeps them in step; blocks go over ``communicator``.
+
+    ``run``: what all of them, and no others, call their time together.
+    """
 
     group: GatherGroup
     coordinator: Coordinator
     communicator: TorchCommunicator
+    run: str
 
     async def agree_on_equal(self, what: str, value: Any) -> None:
         """Return if all ranks have the same ``value``, one for JSON.
@@ -92,9 +96,10 @@ async def open_ranks(group: GatherGroup, config: OffloadConfig, device: Device) 
         open_coordinator(star, crew, options) as coordinator,
     ):
         check_one_node(group, await coordinator.agree("node", own_node().to_wire()))
-        communicator = await _connect(group, config, device, coordinator, crew)
+        run = (await coordinator.agree("run", uuid.uuid4().hex))[0]
+        communicator = await _connect(run, group, config, device, coordinator, crew)
         try:
-            ranks = Ranks(group, coordinator, communicator)
+            ranks = Ranks(group, coordinator, communicator, run)
             await ranks.agree_on_equal("configuration", fingerprint(config))
             yield ranks
         finally:
@@ -114,13 +119,12 @@ def _wave_options(config: OffloadConfig, group: GatherGroup) -> WaveOptions:
 
 
 async def _connect(
-    group: GatherGroup, config: OffloadConfig, device: Device, coordinator: Coordinator, crew: ThreadCrew
+    run: str, group: GatherGroup, config: OffloadConfig, device: Device, coordinator: Coordinator, crew: ThreadCrew
 ) -> TorchCommunicator:
-    names = await coordinator.agree("communicator", uuid.uuid4().hex)
     connect = partial(
         new_communicator,
         default_store(),
-        f"streamflow/gather/{names[0]}",
+        f"streamflow/gather/{run}",
         group.index,
         group.size,
         device.torch_device,

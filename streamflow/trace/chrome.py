@@ -7,7 +7,7 @@ from typing import Any
 
 from streamflow.trace.engine import RecordedEngine
 from streamflow.trace.ring import Entry
-from streamflow.trace.schema import FIRST_PID, SCHEMA_VERSION
+from streamflow.trace.schema import FIRST_PID, PIDS_PER_RANK, SCHEMA_VERSION, with_rank
 from streamflow.trace.spans import ChromeEvent, SpanWriter
 
 #: A trace as it is written.
@@ -15,23 +15,24 @@ TraceDocument = dict[str, Any]
 
 
 def chrome_trace(
-    entries: Sequence[Entry], engines: Sequence[RecordedEngine], zero_s: float, metadata: Mapping[str, Any]
+    entries: Sequence[Entry], engines: Sequence[RecordedEngine], zero_s: float, metadata: Mapping[str, Any], rank: int
 ) -> TraceDocument:
-    """The trace of ``entries``; times count from ``zero_s`` (of `time.perf_counter`)."""
+    """The trace of ``entries``, of ``rank``; times count from ``zero_s`` (of `time.perf_counter`)."""
     events: list[ChromeEvent] = []
+    first_pid = FIRST_PID + PIDS_PER_RANK * rank
     num_unfinished = 0
     for engine in engines:
-        pid = FIRST_PID + engine.index
+        pid = first_pid + engine.index
         writer = SpanWriter(pid, engine.labels, zero_s)
         writer.write(entry.record for entry in entries if entry.engine == engine.index)
-        events += [*_process(pid, ", ".join(engine.components)), *writer.events]
+        events += [*_process(pid, with_rank(", ".join(engine.components), rank, metadata)), *writer.events]
         num_unfinished += writer.num_unfinished
     events.sort(key=lambda event: (event["ph"] != "M", event.get("ts", 0.0)))
     described = {
         "schema_version": SCHEMA_VERSION,
         **metadata,
         "num_unfinished_spans": num_unfinished,
-        "engines": [_describe(engine) for engine in engines],
+        "engines": [_describe(engine, first_pid + engine.index, rank) for engine in engines],
     }
     return {"displayTimeUnit": "ms", "streamflow": described, "traceEvents": events}
 
@@ -41,12 +42,12 @@ def _process(pid: int, name: str) -> Iterator[ChromeEvent]:
     yield {"ph": "M", "pid": pid, "tid": 0, "name": "process_sort_index", "args": {"sort_index": pid - FIRST_PID}}
 
 
-def _describe(engine: RecordedEngine) -> dict[str, Any]:
+def _describe(engine: RecordedEngine, pid: int, rank: int) -> dict[str, Any]:
     sizes = engine.sizes
     return {
-        "pid": FIRST_PID + engine.index,
+        "pid": pid,
         "name": ", ".join(engine.components),
-        "rank": 0,
+        "rank": rank,
         "blocks": [
             {"block": block, "component": component, "name": image.name, "nbytes": image.nbytes}
             for component, images in engine.components.items()

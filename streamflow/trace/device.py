@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -32,12 +33,15 @@ class CopySink(Protocol):
     def copied(self, stream: str, label: Label, nbytes: int, begin: Mark, end: Mark) -> None:
         """Work was queued on ``stream``."""
 
+    def gathered(self, stream: str, number: int, label: Label, nbytes: int, begin: Mark, end: Mark) -> None:
+        """Gather ``number`` of ``stream`` was queued."""
+
     def allocated(self, record: AllocationRecord) -> None:
         """Device memory was allocated."""
 
 
 class TracedStream:
-    """A copy or communication stream with marks around everything that it is given to do."""
+    """A copy stream with marks around everything that it is given to do."""
 
     def __init__(self, inner: Stream, sink: CopySink, fetching: Fetching) -> None:
         self._inner, self._sink, self._fetching = inner, sink, fetching
@@ -78,6 +82,20 @@ class TracedStream:
 
     def end_block(self) -> None:
         self._inner.end_block()
+
+
+class TracedGathers(TracedStream):
+    """A communication stream: what it is given to do are gathers, numbered as they are queued."""
+
+    def __init__(self, inner: Stream, sink: CopySink, fetching: Fetching) -> None:
+        super().__init__(inner, sink, fetching)
+        self._numbers = itertools.count()
+
+    def submit(self, work: Callable[[], None], nbytes: int = 0) -> None:
+        begin = self._sink.clock.mark(self._inner)
+        self._inner.submit(work, nbytes)
+        end = self._sink.clock.mark(self._inner)
+        self._sink.gathered(self.name, next(self._numbers), self._fetching.label, nbytes, begin, end)
 
 
 class Fetching:
@@ -131,7 +149,7 @@ class TracedDevice:
         return TracedStream(self._inner.open_copy_stream(name), self._sink, self._fetching)
 
     def open_communication_stream(self, name: str) -> Stream:
-        return TracedStream(self._inner.open_communication_stream(name), self._sink, self._fetching)
+        return TracedGathers(self._inner.open_communication_stream(name), self._sink, self._fetching)
 
     def open_compute_stream(self, name: str) -> Stream:
         return self._inner.open_compute_stream(name)

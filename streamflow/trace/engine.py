@@ -29,6 +29,7 @@ from streamflow.trace.device import Fetching, Label, TracedDevice
 from streamflow.trace.records import (
     AllocationRecord,
     CopyRecord,
+    GatherRecord,
     LoopRecord,
     MemoryRecord,
     PackRecord,
@@ -164,6 +165,9 @@ class RecordedEngine(EngineTrace):
 
     def copied(self, stream: str, label: Label, nbytes: int, begin: Mark, end: Mark) -> None:
         self.keep(CopyRecord(stream, *label, nbytes, begin, end))
+
+    def gathered(self, stream: str, number: int, label: Label, nbytes: int, begin: Mark, end: Mark) -> None:
+        self.keep(GatherRecord(stream, number, *label, nbytes, begin, end))
 
     def allocated(self, record: AllocationRecord) -> None:
         self.keep(record)

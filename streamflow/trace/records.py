@@ -42,6 +42,22 @@ class CopyRecord(NamedTuple):
     end: Mark
 
 
+class GatherRecord(NamedTuple):
+    """A gather on a communication stream; ``number`` counts all of its stream from 0 on, the same on every rank.
+
+    ``begin`` is when this rank had come to it. ``nbytes`` came from the others. ``block`` None: of no block; ``fetch``
+    None: of a block that stays on the device.
+    """
+
+    stream: str
+    number: int
+    block: int | None
+    fetch: int | None
+    nbytes: int
+    begin: Mark
+    end: Mark
+
+
 class PackRecord(NamedTuple):
     """A packing thread took up a chunk, found its buffer free, and had packed it."""
 
@@ -108,6 +124,7 @@ Record = (
     LoopRecord
     | QueueRecord
     | CopyRecord
+    | GatherRecord
     | PackRecord
     | RunRecord
     | WaitRecord

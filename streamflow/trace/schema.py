@@ -1,4 +1,4 @@
-"""The schema of trace files, version 1, and its validator; docs/trace-schema.md says what each field means. Pure: no
+"""The schema of trace files, version 2, and its validator; docs/trace-schema.md says what each field means. Pure: no
 torch, no clock.
 
 A trace is a Chrome trace (a JSON object with ``traceEvents``) whose own events carry a category of `SPANS` or `INSTANT`
@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 #: The first process id of ours: one for each engine, far above those of real processes.
 FIRST_PID = 10_000_000
 #: Each rank's process ids begin this much after the previous one's.
@@ -32,7 +32,14 @@ SPANS: Mapping[str, Mapping[str, tuple[type, ...]]] = {
     "work": {"block": _INT_OR_NONE, "fetch": _INT_OR_NONE},
     "pack": {"block": _INT_OR_NONE, "fetch": _INT_OR_NONE, "nbytes": _INT},
     "pack_wait": {"block": _INT_OR_NONE, "fetch": _INT_OR_NONE},
-    "gather": {"block": _INT, "fetch": _INT_OR_NONE, "nbytes": _INT, "waited_us": _NUMBER, "last_rank": _INT},
+    "gather": {
+        "block": _INT_OR_NONE,
+        "fetch": _INT_OR_NONE,
+        "number": _INT,
+        "nbytes": _INT,
+        "waited_us": _NUMBER_OR_NONE,
+        "last_rank": _INT_OR_NONE,
+    },
     "slot": {
         "slot": _INT,
         "block": _INT,
@@ -44,6 +51,8 @@ SPANS: Mapping[str, Mapping[str, tuple[type, ...]]] = {
     },
     "allocation": {"nbytes": _INT},
 }
+#: Arguments that are moments on the trace's time axis, as ``ts`` is; other times are lengths.
+MOMENTS = ("entered_us", "left_us", "rung_us")
 #: Category of instants (phase i): what the loop published. ``rung_us``: when the message for it was left.
 INSTANT = "event"
 INSTANT_ARGS: Mapping[str, tuple[type, ...]] = {"fetch": _INT_OR_NONE, "rung_us": _NUMBER_OR_NONE}
@@ -69,6 +78,13 @@ ENGINE: Mapping[str, tuple[type, ...]] = {
     "resident_bytes": _INT,
     "window_bytes": _INT,
 }
+#: What the metadata's ``ranks`` holds, where several ranks gather.
+RANKS: Mapping[str, tuple[type, ...]] = {"size": _INT, "run": _STR}
+
+
+def with_rank(name: str, rank: int, metadata: Mapping[str, Any]) -> str:
+    """``name``, with the rank where there are several."""
+    return f"{name}, rank {rank}" if "ranks" in metadata else name
 
 
 def problems_of(trace: Mapping[str, Any]) -> list[str]:
@@ -95,6 +111,9 @@ def _metadata_problems(metadata: Mapping[str, Any]) -> Iterator[str]:
     clock = metadata.get("clock")
     if isinstance(clock, dict):
         yield from _wrong_fields(clock, {"unix_ns_at_zero": _INT}, "streamflow.clock")
+    if "ranks" in metadata:
+        ranks = metadata["ranks"]
+        yield from _wrong_fields(ranks if isinstance(ranks, dict) else {}, RANKS, "streamflow.ranks")
     for engine in metadata.get("engines") or ():
         if isinstance(engine, dict):
             yield from _wrong_fields(engine, ENGINE, "an engine")

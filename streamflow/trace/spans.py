@@ -11,6 +11,7 @@ from streamflow.trace.engine import FIELDS
 from streamflow.trace.records import (
     AllocationRecord,
     CopyRecord,
+    GatherRecord,
     LoopRecord,
     MemoryRecord,
     PackRecord,
@@ -50,6 +51,7 @@ class SpanWriter:
             LoopRecord: self._loop,
             QueueRecord: self._queue,
             CopyRecord: self._copy,
+            GatherRecord: self._gather,
             PackRecord: self._pack,
             RunRecord: self._run,
             WaitRecord: self._wait,
@@ -85,12 +87,15 @@ class SpanWriter:
             {"ph": "C", "pid": self._pid, "tid": 0, "cat": COUNTER, "name": name, "ts": self._us(at), "args": values}
         )
 
-    def _flow(self, fetch: int | None, tid: int, at: float, step: str) -> None:
-        """The flow of the fetch goes through the span that begins at ``at``: s at first, then t, then f; each once."""
+    def _flow(self, fetch: int | None, tid: int, at: float, step: str, through: str = "") -> None:
+        """The flow of the fetch goes through the span that begins at ``at``: s at first, then t, then f.
+
+        Each once; t once for each kind of span that it goes ``through``.
+        """
         if fetch is not None:
             event = {"ph": step, "pid": self._pid, "tid": tid, "cat": FLOW, "name": "fetch", "id": fetch}
             ending = {"bp": "e"} if step == "f" else {}
-            self._flows.setdefault(fetch, {}).setdefault(step, {**event, "ts": self._us(at), **ending})
+            self._flows.setdefault(fetch, {}).setdefault(step + through, {**event, "ts": self._us(at), **ending})
 
     def _write_flows(self) -> None:
         for steps in self._flows.values():
@@ -129,6 +134,23 @@ class SpanWriter:
             name = f"link use, {record.stream} stream (GB/s)"
             self._counter(name, begin, rate=round(record.nbytes / (end - begin) / 1e9, 3))
             self._counter(name, end, rate=0)
+
+    def _gather(self, record: GatherRecord) -> None:
+        begin, end = record.begin.seconds(), record.end.seconds()
+        if begin is None or end is None:
+            self.num_unfinished += 1
+            return
+        tid = self._tid("stream", f"{record.stream} stream")
+        args = {
+            "block": record.block,
+            "fetch": record.fetch,
+            "number": record.number,
+            "nbytes": record.nbytes,
+            "waited_us": None,  # only all ranks together can tell
+            "last_rank": None,
+        }
+        self._span(tid, "gather", f"gather {self._label(record.block)}".rstrip(), begin, end, args)
+        self._flow(record.fetch, tid, begin, "t", through="gather")
 
     def _pack(self, record: PackRecord) -> None:
         tid = self._tid("packing", record.thread.removeprefix("streamflow "))

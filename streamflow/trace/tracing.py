@@ -31,6 +31,8 @@ from streamflow.trace.ring import Ring
 
 #: Seconds after which the device's clock is related to the host's anew.
 SYNC_EVERY_S = 5.0
+#: Readings of the host's clocks at the beginning.
+NUM_READINGS = 5
 
 
 class Tracing:
@@ -42,6 +44,9 @@ class Tracing:
 
     def describe(self, **facts: Any) -> None:
         """Put ``facts`` (plain values) into the trace's metadata."""
+
+    def join(self, rank: int, size: int, run: str) -> None:
+        """What is recorded is that of ``rank``, one of ``size`` that gather; all of them have the same ``run``."""
 
     def write(self, path: str | os.PathLike[str]) -> None:
         """Write what is recorded now; ``.gz`` at the end of the name compresses. Blocks; from any thread.
@@ -60,9 +65,9 @@ class RecordedTracing(Tracing):
         self.clock = clock
         self.engines: list[RecordedEngine] = []
         self.failed = anyio.Event()
-        # read as close together as can be: what relates this trace to others of the same machine
-        self._zero_s, self._zero_unix_ns = time.perf_counter(), time.time_ns()
+        self._zero_s, self._zero_unix_ns = _read_clocks()
         self._facts: dict[str, Any] = {}
+        self._rank = 0
 
     def engine(self, components: Mapping[str, Mapping[int, BlockImage]]) -> EngineTrace:
         engine = RecordedEngine(len(self.engines), components, self.ring, self.clock)
@@ -72,6 +77,10 @@ class RecordedTracing(Tracing):
 
     def describe(self, **facts: Any) -> None:
         self._facts |= facts
+
+    def join(self, rank: int, size: int, run: str) -> None:
+        self._rank = rank
+        self.describe(ranks={"size": size, "run": run})
 
     def document(self) -> TraceDocument:
         """What is recorded now, as it is written. Takes a while; not on a loop."""
@@ -89,7 +98,7 @@ class RecordedTracing(Tracing):
             "num_cores": len(os.sched_getaffinity(0)),
             **self._facts,
         }
-        return chrome_trace(entries, self.engines, self._zero_s, metadata)
+        return chrome_trace(entries, self.engines, self._zero_s, metadata, self._rank)
 
     def write(self, path: str | os.PathLike[str]) -> None:
         self.clock.sync()
@@ -156,6 +165,18 @@ async def _keep_in_sync(clock: DeviceClock, crew: ThreadCrew) -> None:
     while True:
         await anyio.sleep(SYNC_EVERY_S)
         await crew.call_through(clock.sync)
+
+
+def _read_clocks() -> tuple[float, int]:
+    """Now, on `time.perf_counter` and on the wall: what relates this trace to others of the same machine.
+
+    Of a few readings the quickest, as a thread may be interrupted in the midst of one.
+    """
+    readings = []
+    for _ in range(NUM_READINGS):
+        begin, unix_ns = time.perf_counter(), time.time_ns()
+        readings.append((time.perf_counter() - begin, begin, unix_ns))
+    return min(readings)[1:]
 
 
 def _check(path: Path) -> None:

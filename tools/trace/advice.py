@@ -41,7 +41,7 @@ def _by_cause(report: ComponentReport, metadata: Mapping[str, Any]) -> Iterator[
     yield _wider_window(metadata), seconds["slot"]
     yield _free_loop(report), seconds["loop"]
     yield _foreseeable_order(report), seconds["on_demand"]
-    yield f"look at rank {report.slowest_rank}: the others waited for it before they could gather", seconds["gather"]
+    yield _see_to_rank(report), seconds["gather"]
     yield "a shorter admission_window_s: passes waited for others to join their walk", seconds["walk"]
     yield _more_memory(report), seconds["allocator"]
 
@@ -85,6 +85,12 @@ def _free_loop(report: ComponentReport) -> str:
 def _foreseeable_order(report: ComponentReport) -> str:
     what = "declare the blocks in the order in which they run (plan=), or keep those that come out of turn resident"
     return f"a foreseeable order: {report.num_on_demand} fetches were on demand; {what}"
+
+
+def _see_to_rank(report: ComponentReport) -> str:
+    if report.slowest_rank is None:
+        return "the traces of all ranks in one (streamflow trace merge): it says which rank gathers waited for, if any"
+    return f"look at rank {report.slowest_rank}: the others waited for it before they could gather"
 
 
 def _more_memory(report: ComponentReport) -> str:

@@ -11,6 +11,7 @@ import attrs
 from streamflow.tools.trace.causes import BLOCKED, CAUSES, Cause, Gap, find_gaps
 from streamflow.tools.trace.intervals import Stretch, clipped, common, merged, total
 from streamflow.tools.trace.timeline import Run, Timeline, timelines
+from streamflow.trace.schema import with_rank
 
 #: Compute that waits for less than this share of the time is not held up by streaming.
 COMPUTE_BOUND_SHARE = 0.05
@@ -49,9 +50,14 @@ class WalkReport:
 
 @attrs.frozen
 class ComponentReport:
-    """All walks of one component. ``bound_by``: the cause that took most, or ``compute``."""
+    """All walks of one component. ``bound_by``: the cause that took most, or ``compute``.
+
+    ``title``: its name for people, with the rank if there are several.
+    ``waited_by_rank``: seconds in which gathers here waited, by the rank that came last; only where that is known.
+    """
 
     name: str
+    title: str
     rank: int
     walks: list[WalkReport]
     bound_by: str
@@ -60,9 +66,14 @@ class ComponentReport:
     num_on_demand: int
     worst_answer_s: float
     worst_answer_at: float
-    slowest_rank: int | None
+    waited_by_rank: dict[int, float]
     num_retries: int
     problems: list[str]
+
+    @property
+    def slowest_rank(self) -> int | None:
+        """Whom gathers here waited for longest; None: nobody, or it is not known."""
+        return max(self.waited_by_rank, key=self.waited_by_rank.__getitem__, default=None)
 
     def sum_of(self, name: str) -> float:
         """A field of the walks, added up."""
@@ -75,25 +86,26 @@ class ComponentReport:
 
 def analyse(trace: Mapping[str, Any]) -> list[ComponentReport]:
     """A report on each component of a trace that `problems_of` found none in."""
-    return [report for timeline in timelines(trace) for report in _engine(timeline)]
+    metadata = trace["streamflow"]
+    return [report for timeline in timelines(trace) for report in _engine(timeline, metadata)]
 
 
-def _engine(timeline: Timeline) -> Iterator[ComponentReport]:
+def _engine(timeline: Timeline, metadata: Mapping[str, Any]) -> Iterator[ComponentReport]:
     gaps = find_gaps(timeline)
     for name in dict.fromkeys(timeline.components.values()):
         own = [gap for gap in gaps if timeline.components.get(gap.run.block) == name]
-        yield _component(name, timeline, own)
+        yield _component(name, with_rank(name, timeline.rank, metadata), timeline, own)
 
 
-def _component(name: str, timeline: Timeline, gaps: Sequence[Gap]) -> ComponentReport:
+def _component(name: str, title: str, timeline: Timeline, gaps: Sequence[Gap]) -> ComponentReport:
     rate = _link_rate(timeline)
     sizes = [nbytes for block, nbytes in timeline.block_bytes.items() if timeline.components[block] == name]
     walks = list(_walks(timeline, gaps, rate))
     worst = max(timeline.answers, key=lambda answer: answer[1] - answer[0], default=(0.0, 0.0))
-    late_ranks = [gather.last_rank for gather in timeline.gathers if gather.waited > 0]
     retries = [count for _, count in timeline.retries]
     return ComponentReport(
         name=name,
+        title=title,
         rank=timeline.rank,
         walks=walks,
         bound_by=_bound_by(walks),
@@ -102,10 +114,21 @@ def _component(name: str, timeline: Timeline, gaps: Sequence[Gap]) -> ComponentR
         num_on_demand=sum(f.on_demand for f in timeline.fetches.values() if timeline.components[f.block] == name),
         worst_answer_s=worst[1] - worst[0],
         worst_answer_at=worst[1],
-        slowest_rank=statistics.mode(late_ranks) if late_ranks else None,
+        waited_by_rank=_waited_by_rank(name, timeline),
         num_retries=int(max(retries) - min(retries)) if retries else 0,
         problems=timeline.problems,
     )
+
+
+def _waited_by_rank(name: str, timeline: Timeline) -> dict[int, float]:
+    seconds: dict[int, float] = {}
+    for gather in timeline.gathers:
+        # those at opening held no pass up
+        if gather.fetch is None or gather.block is None or timeline.components.get(gather.block) != name:
+            continue
+        if gather.waited and gather.last_rank is not None:
+            seconds[gather.last_rank] = seconds.get(gather.last_rank, 0.0) + gather.waited
+    return seconds
 
 
 def _bound_by(walks: Sequence[WalkReport]) -> str:

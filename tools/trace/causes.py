@@ -5,7 +5,8 @@ outside the blocks (or the thread that issues it). The rest is blocked time, and
 
 - before its walk began, the pass waited for that;
 - a fetch that nothing had foreseen: all of it is on demand, but for the time the loop took to hear of it;
-- ranks: the time this one waited for another;
+- ranks: the time this one waited for another, while none of the block's own bytes were on the link. How long that was
+  is known where the traces of all ranks were merged; elsewhere it is the time of the gather;
 - the loop told of a copy only after it was done: the loop was late;
 - the link stood idle since compute last waited, though this fetch was still to come: had it not, the block would have
   begun earlier by as much. That part has the cause of the idleness: the slot was still in use, the loop was late, or
@@ -21,8 +22,8 @@ from typing import Literal, get_args
 
 import attrs
 
-from streamflow.tools.trace.intervals import Stretch, clipped, merged, total, without
-from streamflow.tools.trace.timeline import Copy, Fetch, Gather, Packed, Run, Timeline
+from streamflow.tools.trace.intervals import Stretch, clipped, common, merged, total, without
+from streamflow.tools.trace.timeline import Copy, Fetch, Gather, Packed, Run, Span, Timeline
 
 Cause = Literal["transfer", "packing", "slot", "loop", "on_demand", "gather", "walk", "allocator", "other", "outside"]
 #: Causes in which compute waited for weights. ``outside`` is time that streaming does not explain.
@@ -69,7 +70,9 @@ class _GapFinder:
         for copy in timeline.copies:
             if copy.fetch is not None:
                 self._copies.setdefault(copy.fetch, []).append(copy)
-        self._gathers: dict[int | None, Gather] = {gather.fetch: gather for gather in timeline.gathers}
+        self._gathers: dict[int | None, list[Gather]] = {}
+        for gather in timeline.gathers:
+            self._gathers.setdefault(gather.fetch, []).append(gather)
         self._packed: dict[int | None, list[Packed]] = {}
         for packed in timeline.packed:
             self._packed.setdefault(packed.fetch, []).append(packed)
@@ -95,9 +98,8 @@ class _GapFinder:
 
     def _ready(self, fetch: Fetch) -> float:
         """When a block could run: its bytes are there, and its pass could be told."""
-        ends = [copy.end for copy in self._copies.get(fetch.fetch, ())]
-        gather = self._gathers.get(fetch.fetch)
-        return max([*ends, *([] if gather is None else [gather.end]), fetch.issued or fetch.started])
+        spans: list[Span] = [*self._copies.get(fetch.fetch, ()), *self._gathers.get(fetch.fetch, ())]
+        return max([*(span.end for span in spans), fetch.issued or fetch.started])
 
     def _blocked(self, run: Run, fetch: Fetch, begin: float) -> list[Stretch]:
         if not self._timeline.is_host:
@@ -122,9 +124,7 @@ class _GapFinder:
                 take("loop", total(clipped([(fetch.asked, fetch.started)], blocked[0][0], blocked[-1][1])))
             take("on_demand", rest)
             return seconds
-        gather = self._gathers.get(fetch.fetch)
-        if gather is not None:
-            take("gather", total(clipped(blocked, gather.begin, gather.begin + gather.waited)))
+        take("gather", self._waited_for_ranks(fetch, blocked))
         copied = max((copy.end for copy in self._copies.get(fetch.fetch, ())), default=fetch.started)
         if fetch.issued is not None:
             take("loop", total(clipped(blocked, copied, fetch.issued)))
@@ -134,6 +134,11 @@ class _GapFinder:
             take(cause, idle_s)
         take("transfer", rest)
         return seconds
+
+    def _waited_for_ranks(self, fetch: Fetch, blocked: Sequence[Stretch]) -> float:
+        copying = merged(copy.stretch for copy in self._copies.get(fetch.fetch, ()))
+        waiting = merged(gather.waiting for gather in self._gathers.get(fetch.fetch, ()))
+        return total(common(blocked, [part for stretch in waiting for part in without(stretch, copying)]))
 
     def _idle(self, fetch: Fetch, since: float) -> Iterator[tuple[Cause, float]]:
         """What the link was idle for until the fetch's last copy began, latest first."""

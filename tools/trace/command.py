@@ -14,10 +14,11 @@ from streamflow.tools.terminal import format_seconds, plain_table, print_json, r
 from streamflow.tools.trace.analysis import analyse
 from streamflow.tools.trace.comparison import ComponentComparison, Fact, compare, differences
 from streamflow.tools.trace.errors import PlottingUnavailableError
-from streamflow.tools.trace.merging import merged
+from streamflow.tools.trace.merging import with_profile
 from streamflow.tools.trace.page import page
 from streamflow.tools.trace.picture import draw
-from streamflow.tools.trace.reading import read_trace
+from streamflow.tools.trace.rank_merging import merge_ranks
+from streamflow.tools.trace.reading import checked, read_trace
 from streamflow.tools.trace.report import CAUSE_NAMES, as_plain, print_reports
 from streamflow.trace.file import read_json, write_json
 
@@ -95,18 +96,27 @@ def diff(before: Path, after: Path, *, as_json: bool) -> None:
 
 @click.command("merge")
 @click.argument("file", type=TRACE_FILE)
-@click.argument("profile", type=TRACE_FILE)
+@click.argument("others", type=TRACE_FILE, nargs=-1, required=True)
 @click.option("--out", type=NEW_FILE, required=True, help="The merged trace.")
 @json_option
-def merge(file: Path, profile: Path, out: Path, *, as_json: bool) -> None:
-    """Put a trace and torch.profiler's of one run onto one time axis.
+def merge(file: Path, others: tuple[Path, ...], out: Path, *, as_json: bool) -> None:
+    """Put traces of one run onto one time axis: FILE, those of other ranks, and torch.profiler's.
 
-    All viewers of either read the result.
+    With those of all ranks, it is known which rank each gather waited for. All viewers read the result.
     """
-    both = merged(read_trace(file), read_json(profile), str(profile))
-    write_json(out, both)
+    ranks, profiles = {str(file): read_trace(file)}, {}
+    for path in others:
+        value = read_json(path)
+        if "streamflow" in value:
+            ranks[str(path)] = checked(value, path)
+        else:
+            profiles[str(path)] = value
+    whole = merge_ranks(ranks) if len(ranks) > 1 else ranks[str(file)]
+    for name, profile in profiles.items():
+        whole = with_profile(whole, profile, name)
+    write_json(out, whole)
     if as_json:
-        print_json({"out": str(out), "num_events": len(both["traceEvents"])})
+        print_json({"out": str(out), "num_events": len(whole["traceEvents"])})
     else:
         click.echo(out)
 

@@ -60,7 +60,7 @@ def _compare(before: ComponentReport, after: ComponentReport) -> ComponentCompar
     for cause in CAUSES:
         changes.append(Change(CAUSE_NAMES[cause], one[cause] / len(before.walks), other[cause] / len(after.walks)))
     return ComponentComparison(
-        name=before.name,
+        name=before.title,
         walk_before_s=_mean(before, "seconds"),
         walk_after_s=_mean(after, "seconds"),
         bound_before=before.bound_by,

@@ -15,6 +15,16 @@ class PlottingUnavailableError(StreamflowError, ImportError):
         )
 
 
+class RankTracesError(StreamflowError, ValueError):
+    """A trace cannot be put beside those of other ranks."""
+
+    def __init__(self, path: str, problem: str) -> None:
+        self.path, self.problem = path, problem
+        super().__init__(
+            f"{path} cannot be merged: {problem}; give the traces that ranks wrote of one run, one of each rank"
+        )
+
+
 class ProfilerTraceError(StreamflowError, ValueError):
     """A file is no trace of torch.profiler that can be put beside one of streamflow."""
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import attrs
 
-from streamflow.trace.schema import COUNTER
+from streamflow.trace.schema import COUNTER, with_rank
 
 #: Categories in the order in which legends show them.
 CATEGORY_NAMES = {
@@ -54,8 +54,9 @@ def rows_of(trace: Mapping[str, Any]) -> list[Row]:
     rows: list[Row] = []
     for engine in trace["streamflow"]["engines"]:
         events = [event for event in trace["traceEvents"] if event.get("pid") == engine["pid"]]
-        rows += _tracks(engine["name"], events)
-        rows += _counters(engine["name"], events)
+        process = with_rank(engine["name"], engine["rank"], trace["streamflow"])
+        rows += _tracks(process, events)
+        rows += _counters(process, events)
     return rows
 
 

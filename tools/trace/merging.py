@@ -1,4 +1,4 @@
-"""One trace of two: streamflow's, and torch.profiler's of the same run. Pure: no torch, no clock.
+"""A trace and torch.profiler's of the same run on one time axis. Pure: no torch, no clock.
 
 The profiler counts microseconds from ``baseTimeNanoseconds`` on the wall clock; ours says where on the wall clock its
 zero is. Both clocks are the host's, so the shift is all there is to do.
@@ -12,8 +12,8 @@ from typing import Any
 from streamflow.tools.trace.errors import ProfilerTraceError
 
 
-def merged(ours: Mapping[str, Any], profile: Mapping[str, Any], profile_name: str) -> dict[str, Any]:
-    """Both traces' events on our time axis; the metadata is ours, and the profiler's is under ``profiler``.
+def with_profile(ours: Mapping[str, Any], profile: Mapping[str, Any], profile_name: str) -> dict[str, Any]:
+    """Both traces' events on our time axis; the metadata is ours, and the profiler's is the last under ``profilers``.
 
     :raises ProfilerTraceError: if ``profile`` does not say where its zero is.
     """
@@ -23,4 +23,4 @@ def merged(ours: Mapping[str, Any], profile: Mapping[str, Any], profile_name: st
     shift_us = (base - ours["streamflow"]["clock"]["unix_ns_at_zero"]) / 1e3
     theirs = [{**e, "ts": e["ts"] + shift_us} if "ts" in e else e for e in profile["traceEvents"]]
     rest = {name: value for name, value in profile.items() if name != "traceEvents"}
-    return {**ours, "profiler": rest, "traceEvents": [*ours["traceEvents"], *theirs]}
+    return {**ours, "profilers": [*ours.get("profilers", ()), rest], "traceEvents": [*ours["traceEvents"], *theirs]}

@@ -64,7 +64,7 @@ def _component(report: ComponentReport) -> dict[str, Any]:
     for cause in CAUSES:
         if seconds[cause] > 0 and whole:
             shares.append({"name": CAUSE_NAMES[cause], "color": _CAUSE_COLOURS[cause], "share": seconds[cause] / whole})
-    return {"name": report.name, "text": best, "shares": shares}
+    return {"name": report.title, "text": best, "shares": shares}
 
 
 def _track(row: Row, many: bool) -> dict[str, Any]:

@@ -67,9 +67,10 @@ def draw(trace: Mapping[str, Any], path: Path, title: str, between_s: Stretch | 
 def _draw_rows(axes: Any, rows: Sequence[Row]) -> dict[float, str]:
     """Draw the bars; returns the rows' names by where they are."""
     labels: dict[float, str] = {}
+    has_many = len({row.process for row in rows}) > 1
     y = 0
     for row in rows:
-        labels[y] = row.name
+        labels[y] = f"{row.process}: {row.name}" if has_many else row.name
         for lane in row.lanes:
             _draw_lane(axes, lane, y)
             y += 1

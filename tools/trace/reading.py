@@ -16,7 +16,14 @@ def read_trace(path: Path) -> dict[str, Any]:
     :raises TraceFormatError: if it is not.
     :raises OSError: if it cannot be read.
     """
-    trace = read_json(path)
+    return checked(read_json(path), path)
+
+
+def checked(trace: dict[str, Any], path: Path) -> dict[str, Any]:
+    """``trace``, which was read from ``path``, if it is of the schema.
+
+    :raises TraceFormatError: if it is not.
+    """
     problems = problems_of(trace)
     if problems:
         raise TraceFormatError(str(path), problems)

@@ -22,7 +22,7 @@ CAUSE_NAMES: dict[Cause | str, str] = {
     "slot": "slot not free",
     "loop": "event loop late",
     "on_demand": "on-demand fetch",
-    "gather": "another rank late",
+    "gather": "gathers (another rank late)",
     "walk": "waiting for a walk",
     "allocator": "allocator",
     "other": "waking threads",
@@ -47,6 +47,7 @@ def _plain(report: ComponentReport, metadata: Mapping[str, Any]) -> dict[str, An
     whole = report.sum_of("seconds")
     return {
         **values,
+        "slowest_rank": report.slowest_rank,
         "seconds": whole,
         "seconds_by_cause": report.by_cause(),
         "link_utilisation": report.sum_of("link_busy_s") / whole if whole else 0.0,
@@ -69,12 +70,11 @@ def print_reports(reports: Sequence[ComponentReport], metadata: Mapping[str, Any
 
 def _print(report: ComponentReport, metadata: Mapping[str, Any], console: Console) -> None:
     whole = report.sum_of("seconds")
-    title = f"{report.name}, rank {report.rank}" if report.rank else report.name
     if not whole:
-        console.print(Text(f"{title}: no block ran in the trace", style="bold"))
+        console.print(Text(f"{report.title}: no block ran in the trace", style="bold"))
         return
     bound = CAUSE_NAMES[report.bound_by]
-    console.print(Text(f"{title}: bound by {bound}", style="bold"))
+    console.print(Text(f"{report.title}: bound by {bound}", style="bold"))
     console.print(
         f"{_walks(len(report.walks))} in {format_seconds(whole)}; "
         f"best possible {format_seconds(report.sum_of('best_s'))} "
@@ -83,6 +83,10 @@ def _print(report: ComponentReport, metadata: Mapping[str, Any], console: Consol
     )
     _print_walks(report.walks, console)
     _print_causes(report, whole, console)
+    if report.waited_by_rank:
+        waits = sorted(report.waited_by_rank.items(), key=lambda item: -item[1])
+        listed = ", ".join(f"{format_seconds(seconds)} for rank {rank}" for rank, seconds in waits)
+        console.print(f"Gathers waited {listed}, whether that held compute up or not")
     advice = advise(report, metadata)
     if advice:
         console.print(Text("What would help, at most", style="bold"))

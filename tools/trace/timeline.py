@@ -61,11 +61,20 @@ class Packed(Span):
 
 @attrs.frozen
 class Gather(Span):
-    """Ranks brought their slices together; this one waited ``waited`` seconds, from ``begin`` on, for ``last_rank``."""
+    """Ranks brought their slices together; this one waited ``waited`` seconds, from ``begin`` on, for ``last_rank``.
 
+    None: not known, as the traces of all ranks were not merged.
+    """
+
+    block: int | None
     fetch: int | None
-    waited: float
-    last_rank: int
+    waited: float | None
+    last_rank: int | None
+
+    @property
+    def waiting(self) -> Stretch:
+        """When it waited for another rank; where that is not known, when it may have."""
+        return self.begin, self.end if self.waited is None else min(self.end, self.begin + self.waited)
 
 
 @attrs.frozen
@@ -224,7 +233,8 @@ def _packed(event: Event, names: Mapping[int, str]) -> Packed:
 
 def _gather(event: Event) -> Gather:
     args = event["args"]
-    return Gather(*_ends(event), args["fetch"], _s(args["waited_us"]), args["last_rank"])
+    waited = None if args["waited_us"] is None else _s(args["waited_us"])
+    return Gather(*_ends(event), args["block"], args["fetch"], waited, args["last_rank"])
 
 
 def _walks(instants: Iterable[Event]) -> dict[int, Walk]:

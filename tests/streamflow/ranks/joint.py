@@ -50,10 +50,12 @@ class Block(nn.Module):
 class Denoiser(nn.Module):
     """Blocks of unequal sizes; what it makes of a prompt depends on every weight.
 
-    ``goes_back``: it runs its first block again at the end of a pass.
+    ``goes_back``: it runs its first block again at the end of a pass. ``pause_s``: how long it does nothing before each
+    block.
     """
 
     goes_back = False
+    pause_s = 0.0
 
     def __init__(self, hidden: Sequence[int] = (160, 32, 35, 160, 7)) -> None:
         super().__init__()
@@ -64,6 +66,7 @@ class Denoiser(nn.Module):
     def forward(self, x: torch.Tensor, prompt: torch.Tensor) -> torch.Tensor:
         x = x + self.condition(prompt)
         for block in self.transformer_blocks:
+            time.sleep(self.pause_s)
             x = block(x)
         if self.goes_back:
             x = self.transformer_blocks[0](x)

@@ -12,7 +12,7 @@ import pytest
 
 from streamflow.trace.errors import TraceFormatError
 from streamflow.trace.file import read_json
-from streamflow.trace.schema import ENGINE, INSTANT_ARGS, METADATA, SCHEMA_VERSION, SPANS, problems_of
+from streamflow.trace.schema import ENGINE, INSTANT_ARGS, METADATA, RANKS, SCHEMA_VERSION, SPANS, problems_of
 from tests.tools.trace.constructed import slow_rank
 
 DOCUMENT = Path(__file__).resolve().parents[3] / "docs" / "trace-schema.md"
@@ -31,9 +31,12 @@ def flow(step: str) -> dict[str, Any]:
 CHANGES: dict[str, tuple[str, Callable[[Trace], object]]] = {
     "no events": ("no list traceEvents", lambda trace: trace.pop("traceEvents")),
     "no metadata": ("no trace that streamflow wrote", lambda trace: trace.pop("streamflow")),
-    "a later version": ("version is 2", lambda trace: trace["streamflow"].update(schema_version=2)),
+    "a later version": ("version is 3", lambda trace: trace["streamflow"].update(schema_version=3)),
     "no clock": ("lacks clock", lambda trace: trace["streamflow"].pop("clock")),
     "a clock without a time": ("unix_ns_at_zero", lambda trace: trace["streamflow"]["clock"].clear()),
+    "ranks without a number": ("lacks size", lambda trace: trace["streamflow"].update(ranks={"run": "a"})),
+    "ranks that are none": ("ranks lacks run", lambda trace: trace["streamflow"].update(ranks=2)),
+    "a gather without a number": ("lacks number", lambda trace: first(trace, cat="gather")["args"].pop("number")),
     "an engine without a name": ("lacks name", lambda trace: trace["streamflow"]["engines"][0].pop("name")),
     "an argument too few": ("lacks pass_id", lambda trace: first(trace, cat="block")["args"].pop("pass_id")),
     "an argument of another type": ("nbytes='1'", lambda trace: first(trace, cat="copy")["args"].update(nbytes="1")),
@@ -61,6 +64,13 @@ def test_what_is_not_of_the_schema_is_named(sound: Trace, change: str) -> None:
     found = problems_of(trace)
     assert len(found) >= 1
     assert any(problem in each for each in found), found
+
+
+def test_whom_a_gather_waited_for_need_not_be_known(sound: Trace) -> None:
+    trace = copy.deepcopy(sound)
+    trace["streamflow"]["ranks"] = {"size": 2, "run": "a"}
+    first(trace, cat="gather")["args"].update(waited_us=None, last_rank=None)
+    assert problems_of(trace) == []
 
 
 def test_events_of_others_are_not_looked_at(sound: Trace) -> None:
@@ -93,5 +103,5 @@ def test_the_documentation_has_every_field_and_no_other() -> None:
     for category, arguments in SPANS.items():
         assert rows[category] == set(arguments), category
     assert rows["event"] == set(INSTANT_ARGS)
-    for name in (*METADATA, *ENGINE):
+    for name in (*METADATA, *ENGINE, *RANKS):
         assert f"`{name}`" in text, name

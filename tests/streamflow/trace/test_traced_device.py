@@ -20,7 +20,7 @@ from streamflow.stages.timing import HostClock
 from streamflow.stages.transfers.base import Transfer
 from streamflow.stages.transfers.gathered import StagingOptions, open_gathered
 from streamflow.trace.engine import RecordedEngine
-from streamflow.trace.records import CopyRecord, RunRecord
+from streamflow.trace.records import CopyRecord, GatherRecord, RunRecord
 from streamflow.trace.ring import Ring
 from tests.stages.devices.test_conformance import *  # noqa: F403 - every test of it, on the devices below
 
@@ -75,7 +75,9 @@ async def test_gathers_belong_to_their_fetch_whatever_thread_queues_them(staged:
         component.attach(walker.engine)
         assert await walker.run([range(5)]) == 5
     records = [entry.record for entry in component._ring.snapshot()[0]]
-    gathers = [r for r in records if isinstance(r, CopyRecord) and r.stream == "communication"]
+    gathers = [record for record in records if isinstance(record, GatherRecord)]
+    assert [gather.number for gather in gathers] == list(range(len(gathers)))
+    assert {r.stream for r in records if isinstance(r, CopyRecord)} == {"copy"}
     meeting, *gathers = gathers
     assert (meeting.block, meeting.fetch) == (None, None)
     expected = {block: len(plan_gather(image.nbytes, 1, 512).chunks) for block, image in BLOCKS.images.items()}

@@ -1,11 +1,11 @@
-"""Traces of what the engine does not do yet, put together by hand: a gathered walk on an accelerator."""
+"""Traces put together by hand: gathered walks on an accelerator."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-from streamflow.trace.schema import FIRST_PID, SCHEMA_VERSION, problems_of
+from streamflow.trace.schema import FIRST_PID, PIDS_PER_RANK, SCHEMA_VERSION, problems_of
 
 NBYTES = 1_000_000
 COMPUTE_US = 10_000.0
@@ -13,23 +13,29 @@ TRANSFER_US = 20_000.0
 LATE_US = 30_000.0
 
 
-def document(events: list[dict[str, Any]], num_blocks: int) -> dict[str, Any]:
-    """A trace of one component with these events; it is of the schema."""
+def document(
+    events: list[dict[str, Any]], num_blocks: int, rank: int = 0, zero_ns: int = 1_700_000_000_000_000_000, **facts: Any
+) -> dict[str, Any]:
+    """A trace of one component with these events, those of ``rank``; it is of the schema.
+
+    ``zero_ns``: the wall clock at its time zero. ``facts``: more metadata.
+    """
+    pid = FIRST_PID + PIDS_PER_RANK * rank
     blocks = [
         {"block": block, "component": "Model", "name": f"blocks.{block}", "nbytes": NBYTES}
         for block in range(num_blocks)
     ]
     engine = {
-        "pid": FIRST_PID,
+        "pid": pid,
         "name": "Model",
-        "rank": 0,
+        "rank": rank,
         "blocks": blocks,
         "window_bytes": 2 * NBYTES,
         "resident_bytes": 0,
     }
     metadata = {
         "schema_version": SCHEMA_VERSION,
-        "clock": {"unix_ns_at_zero": 1_700_000_000_000_000_000},
+        "clock": {"unix_ns_at_zero": zero_ns},
         "num_dropped_events": 0,
         "num_unfinished_spans": 0,
         "capacity_events": 1000,
@@ -37,12 +43,13 @@ def document(events: list[dict[str, Any]], num_blocks: int) -> dict[str, Any]:
         "config": {"window_blocks": 2},
         "device": {"name": "cuda:0", "is_host": False},
         "engines": [engine],
+        **facts,
     }
     named = [
-        {"ph": "M", "pid": FIRST_PID, "tid": tid, "name": "thread_name", "args": {"name": name}}
+        {"ph": "M", "pid": pid, "tid": tid, "name": "thread_name", "args": {"name": name}}
         for tid, name in TRACKS.items()
     ]
-    trace = {"streamflow": metadata, "traceEvents": [*named, *events]}
+    trace = {"streamflow": metadata, "traceEvents": [*named, *({**event, "pid": pid} for event in events)]}
     assert problems_of(trace) == []
     return trace
 
@@ -88,7 +95,7 @@ def slow_rank(
         )
         arrived, gathered = max(copied, gathered), max(copied, gathered) + late
         copied = gathered  # the next slice goes into the buffer that this one left
-        last = {"waited_us": late, "last_rank": waits_for or 0}
+        last = {"number": block, "waited_us": late, "last_rank": waits_for or 0}
         events.append(span(301, "gather", arrived, gathered, **fetch, **last))
         start = max(ran, gathered) + outside_us
         ran = start + COMPUTE_US

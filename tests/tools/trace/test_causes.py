@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,7 +12,7 @@ from streamflow.stages.images import MemoryPiece
 from streamflow.tools.trace.advice import advise
 from streamflow.tools.trace.analysis import ComponentReport, analyse
 from streamflow.tools.trace.reading import read_trace
-from tests.tools.trace.constructed import slow_rank
+from tests.tools.trace.constructed import slow_rank, span
 from tests.tools.trace.runs import NBYTES, NUM_BLOCKS, NUM_WALKS, block_the_loop, run_model
 
 pytestmark = pytest.mark.anyio
@@ -103,6 +104,29 @@ def test_a_slow_rank() -> None:
     assert report.by_cause()["gather"] == pytest.approx(5 * 0.03)
     (report,) = analyse(slow_rank(num_blocks=6, waits_for=None))
     assert report.bound_by == "transfer"
+
+
+def test_a_rank_alone_does_not_know_which_rank_was_slow() -> None:
+    trace = slow_rank(num_blocks=6, waits_for=3)
+    for gather in gathers_of(trace):
+        gather["args"].update(waited_us=None, last_rank=None)
+    (report,) = analyse(trace)
+    assert (report.bound_by, report.slowest_rank) == ("gather", None)
+    assert report.by_cause()["gather"] == pytest.approx(5 * 0.03)
+    assert "streamflow trace merge" in advise(report, trace["streamflow"])[0].text
+
+
+def test_no_rank_is_waited_for_while_the_blocks_own_bytes_are_on_the_link() -> None:
+    trace = slow_rank(num_blocks=6, waits_for=3)
+    for gather in gathers_of(trace):
+        args = {name: gather["args"][name] for name in ("block", "fetch", "nbytes")}
+        trace["traceEvents"].append(span(300, "copy", gather["ts"], gather["ts"] + gather["dur"] / 3, **args))
+    (report,) = analyse(trace)
+    assert report.by_cause()["gather"] == pytest.approx(5 * 0.02)
+
+
+def gathers_of(trace: dict[str, Any]) -> list[dict[str, Any]]:
+    return [event for event in trace["traceEvents"] if event.get("cat") == "gather"]
 
 
 def test_retries_of_the_allocator() -> None:

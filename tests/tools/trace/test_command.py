@@ -55,7 +55,8 @@ def good(tmp_path: Path) -> Path:
 
 def test_a_report_says_what_holds_compute_up(late: Path) -> None:
     text = run("report", late).stdout
-    assert "Model: bound by another rank late" in text
+    assert "Model: bound by gathers (another rank late)" in text
+    assert "Gathers waited 90.0 ms for rank 3" in text
     assert "look at rank 3" in text
     (component,) = result_of("report", late)["components"]
     assert component["bound_by"] == "gather"
@@ -123,7 +124,7 @@ def test_a_page_needs_nothing_else_and_has_every_span(late: Path) -> None:
     for track in data["tracks"]:
         for lane in track.get("lanes", ()):
             assert all(one["t"] + one["d"] <= other["t"] + 0.2 for one, other in itertools.pairwise(lane))
-    assert data["components"][0]["text"].startswith("bound by another rank late")
+    assert data["components"][0]["text"].startswith("bound by gathers (another rank late)")
 
 
 def test_names_cannot_break_out_of_the_page(tmp_path: Path) -> None:
@@ -161,14 +162,14 @@ def test_a_diff_ranks_what_changed(late: Path, good: Path) -> None:
     (component,) = difference["components"]
     assert component["walk_before_s"] - component["walk_after_s"] == pytest.approx(0.09)
     first = component["changes"][0]
-    assert (first["what"], first["delta_s"]) == ("another rank late", pytest.approx(-0.09))
+    assert (first["what"], first["delta_s"]) == ("gathers (another rank late)", pytest.approx(-0.09))
     sizes = [abs(change["delta_s"]) for change in component["changes"]]
     assert sizes == sorted(sizes, reverse=True)
     assert sum(change["delta_s"] for change in component["changes"]) == pytest.approx(-0.09)
     assert difference["settings"] == [{"what": "config.window_blocks", "before": 2, "after": 3}]
     text = run("diff", late, good).stdout
     assert "Model: a walk 180.0 ms -> 90.0 ms (-50.0%)" in text
-    assert "bound by another rank late before, by transfer (link busy) after" in text
+    assert "bound by gathers (another rank late) before, by transfer (link busy) after" in text
 
 
 def test_a_diff_of_a_trace_and_itself_is_empty(late: Path) -> None:
@@ -210,8 +211,15 @@ def test_a_trace_and_the_profilers_are_on_one_axis(tmp_path: Path) -> None:
 
 
 def test_what_is_no_profile_is_refused(late: Path, tmp_path: Path) -> None:
-    result = run("merge", late, late, "--out", tmp_path / "both.json")
+    write_json(tmp_path / "events.json", {"traceEvents": []})
+    result = run("merge", late, tmp_path / "events.json", "--out", tmp_path / "both.json")
     assert (result.exit_code, "export_chrome_trace" in result.stderr) == (2, True)
+    assert not (tmp_path / "both.json").exists()
+
+
+def test_traces_of_no_ranks_are_refused(late: Path, good: Path, tmp_path: Path) -> None:
+    result = run("merge", late, good, "--out", tmp_path / "both.json")
+    assert (result.exit_code, "no ranks gathered" in result.stderr) == (2, True)
     assert not (tmp_path / "both.json").exists()
 
 
