@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import anyio
 import attrs
@@ -16,6 +16,7 @@ from streamflow.stages.errors import EngineBrokenError, StaleSlotError
 from streamflow.stages.events import BlockLeft
 from streamflow.stages.images import BlockImage
 from streamflow.stages.passes import Pass
+from streamflow.stages.slot_table import SlotTable
 from streamflow.stages.slots import Slot, Window
 from streamflow.stages.testing.binder import BindingError
 from streamflow.stages.testing.queues import SimLeftoverError
@@ -121,14 +122,14 @@ def staged_fetch_ends_before_its_last_chunk(patch: pytest.MonkeyPatch) -> None:
 
 
 def _ignore_claims(patch: pytest.MonkeyPatch) -> None:
-    def free_slot(self: WalkPlanner, desired: Sequence[int]) -> int | None:
-        for slot in self._slots:
+    def free_for(self: SlotTable, desired: Collection[int]) -> int | None:
+        for slot in self:
             if slot.block not in desired:
                 slot.claims.clear()
         return original(self, desired)
 
-    original = WalkPlanner._free_slot
-    patch.setattr(WalkPlanner, "_free_slot", free_slot)
+    original = SlotTable.free_for
+    patch.setattr(SlotTable, "free_for", free_for)
 
 
 def slots_are_taken_from_under_passes(patch: pytest.MonkeyPatch) -> None:
