@@ -100,7 +100,7 @@ class OffloadConfig:
         close_deadline_s: how long ``"drain"`` may take before it cuts, in seconds. The default leaves five of the
             thirty seconds that container managers usually grant.
         trace_path: where to write a trace of what the engine did, on closing and on a failure; a name that ends with
-            ``.gz`` compresses it. None: no file, and no trace unless ``trace_events`` asks for one.
+            ``.gz`` compresses it. Each rank needs one of its own. None: no file, and no trace but for ``trace_events``.
         trace_events: how many events are kept, the newest, each about 400 bytes of host memory; a walk takes about ten
             for each block. None: 100,000 if there is a ``trace_path``, else none, which costs nothing.
         warmup_failure: what a warm-up that fails does at opening: ``"error"`` raises, ``"warn"`` logs and goes on.
