@@ -39,4 +39,5 @@ def _run(work: Callable[[], Result], outcome: Future[Result], done: LoopEvent) -
     except BaseException as failure:
         outcome.set_exception(failure)
     finally:
+        del work, outcome  # as above
         done.set()

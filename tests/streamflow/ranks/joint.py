@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import itertools
 import os
 import time
 import zlib
@@ -157,7 +158,7 @@ def options(**changes: Any) -> dict[str, Any]:
         "gather_chunk_bytes": 4096,
         "rank_deadline_s": RANK_DEADLINE_S,
         "heartbeat_s": 0.02,
-        "wave_window_s": 0.5,
+        "wave_window_s": 1.0,
         **changes.pop("ranks", {}),
     }
     return {"device": "cpu", "poison_freed_slots": True, "stateful_modules": (), "ranks": ranks, **changes}
@@ -276,6 +277,10 @@ def joined(rank: Rank, timeout_s: float = 20.0) -> dict[str, Counter[str]]:
 Scenario = Callable[[Member], Awaitable[Any]]
 
 
+#: Numbers the openings of this process: each is one of every rank.
+_openings = itertools.count()
+
+
 @asynccontextmanager
 async def opened(rank: Rank, model: Any, *, groups: RankGroups | None = None, **changes: Any) -> AsyncIterator[Member]:
     """This rank's offload, with those of the others, which have joined. ``groups`` None: all are data-parallel."""
@@ -283,7 +288,9 @@ async def opened(rank: Rank, model: Any, *, groups: RankGroups | None = None, **
     device = CpuDevice()
     joint = streamflow.open_offload(model, options(**changes), ranks=groups, device=device)
     async with joint as offload:
-        yield Member(rank, model, offload, device)
+        member = Member(rank, model, offload, device)
+        await member.meet(f"open {next(_openings)}")  # a busy machine opens some much later than others
+        yield member
 
 
 def live(

@@ -96,10 +96,12 @@ async def use(
     wave = WaveSignature((("Stack", len(CALLS)),))
     try:
         async with source(folder, backend, options(**changes, max_running_requests=1)) as (offload, model):
+            member = Member(rank, model, offload, backend)
+            await member.meet(f"open {time}")
             outputs = await offload.request(wave=wave).run(run_calls, model, calls_of(rank.rank))
             outcome = Outcome([sha256_of(output) for output in outputs])
             statistics = offload.statistics()
-            await Member(rank, model, offload, backend).meet(f"used {time}")
+            await member.meet(f"used {time}")
     except Exception as failure:
         return Told(failed(failure))
     assert backend.memory().in_use == 0
