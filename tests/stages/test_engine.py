@@ -446,7 +446,7 @@ async def test_the_first_failure_stays() -> None:
         assert str(bench.engine.failure) == "the first"
 
 
-class LateEvent(CpuEvent):
+class AwaitedEvent(CpuEvent):
     """Happens when it is waited for."""
 
     def wait(self) -> None:
@@ -454,17 +454,17 @@ class LateEvent(CpuEvent):
         super().wait()
 
 
-class LateTransfer(HeldTransfer):
+class AwaitedTransfer(HeldTransfer):
     """Its fetches end on a stream of its own, after they are issued."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.events: list[LateEvent] = []
+        self.events: list[AwaitedEvent] = []
         self.num_under_way: int | None = None
 
     async def finish(self, image: BlockImage, slot: torch.Tensor) -> Event:
         await super().finish(image, slot)
-        self.events.append(LateEvent("late"))
+        self.events.append(AwaitedEvent("late"))
         return self.events[-1]
 
     def close(self) -> None:
@@ -472,7 +472,7 @@ class LateTransfer(HeldTransfer):
 
 
 async def test_buffers_outlive_what_was_issued_into_them_when_the_engine_had_failed_already() -> None:
-    transfer = LateTransfer()
+    transfer = AwaitedTransfer()
     transfer.hold(0)
     transfer.failures["block 1"] = OSError("the disk is gone")
     async with open_bench(open_transfer=opens(transfer)) as bench:
