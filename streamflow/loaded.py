@@ -53,8 +53,8 @@ async def open_offload(
     ``config.device_budget_bytes``, and an unmodified pipeline runs under `Offload.run`.
 
     ``warmup`` is a dummy request that is run before this returns: True for the one that the pipeline's class declares
-    (else one step), a `WarmUpRecipe` or a mapping of one, or a function; None for none. Where ranks gather, none of them
-    returns before all have done theirs.
+    (else one step), a `WarmUpRecipe` or a mapping of one, or a function; None for none. Where ranks gather, none of
+    them returns before all have done theirs.
 
     ``config`` may be a mapping of options; None is all defaults. ``ranks`` are the process groups, or a mesh, that this
     process belongs to: where several ranks have the same weights, each copies a slice of a block and they gather the
