@@ -110,6 +110,15 @@ class Coordinator:
             if absorbed is not None:
                 raise absorbed
 
+    async def wait_until_broken_off(self) -> None:
+        """Return once the ranks work together no more and a gather may have been left, by a rank that will not come.
+
+        Who has requests heard of it before. A rank that closes between waves, once all have attached, leaves none.
+        """
+        await self._ended.wait()
+        if self._verdict is not None and self._verdict.ending is Ending.CLOSED and self._duties is not None:
+            await anyio.sleep_forever()
+
     def close_now(self) -> None:
         """Leave the others with the next round, whatever is under way."""
         self._closing = Closing.NOW

@@ -22,7 +22,7 @@ from streamflow.stages.ranks.errors import RanksDisagreeError
 from streamflow.stages.ranks.meeting import default_store
 from streamflow.stages.ranks.options import WaveOptions
 from streamflow.stages.ranks.star import open_star
-from streamflow.stages.threads import ThreadCrew, open_threads
+from streamflow.stages.threads import ThreadCrew, open_tasks, open_threads
 
 #: Under NCCL a gather waits as long as its ranks are heard of: its own timeout, which ends the process, must not come.
 NCCL_TIMEOUT_S = 24 * 3600.0
@@ -99,11 +99,30 @@ async def open_ranks(group: GatherGroup, config: OffloadConfig, device: Device) 
         run = (await coordinator.agree("run", uuid.uuid4().hex))[0]
         communicator = await _connect(run, group, config, device, coordinator, crew)
         try:
-            ranks = Ranks(group, coordinator, communicator, run)
-            await ranks.agree_on_equal("configuration", fingerprint(config))
-            yield ranks
+            async with _giving_up(coordinator, communicator, crew):
+                ranks = Ranks(group, coordinator, communicator, run)
+                await ranks.agree_on_equal("configuration", fingerprint(config))
+                yield ranks
         finally:
             await crew.call_through(communicator.close)
+
+
+@asynccontextmanager
+async def _giving_up(
+    coordinator: Coordinator, communicator: TorchCommunicator, crew: ThreadCrew
+) -> AsyncIterator[None]:
+    """Gathers end here when a rank will not come to them: on an accelerator nothing else ends what is queued."""
+
+    async def give_up() -> None:
+        await coordinator.wait_until_broken_off()
+        await crew.call_through(communicator.abort)
+
+    async with open_tasks() as tasks:
+        tasks.start_soon(give_up, name="giving up gathers")
+        try:
+            yield
+        finally:
+            tasks.cancel_scope.cancel()
 
 
 def _wave_options(config: OffloadConfig, group: GatherGroup) -> WaveOptions:
