@@ -166,6 +166,9 @@ class WalkPlanner:
         self._walking.pop(pass_id, None)
         if state.maker is not None:
             self._returns.ended(state.maker, now)
+            if not completed and state.request_id is None:
+                # a thread that is no request says nowhere that it has ended: what tore this pass may have ended it
+                self.gone(state.maker)
         if completed and not self._is_collective(state.component):
             self._orders[state.component].learn(state.visited)
 
