@@ -1,4 +1,4 @@
-"""Threads that call the model directly, where ranks gather: such a call that fails is no member of its wave any more."""
+"""Threads that call the model directly, where ranks gather: a call that fails is no member of its wave any more."""
 
 from __future__ import annotations
 
