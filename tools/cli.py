@@ -165,7 +165,7 @@ TRACES = {
     "merge": Program(
         "streamflow.tools.trace.command",
         "merge",
-        "Put a trace and torch.profiler's of one run onto one time axis.",
+        "Put traces of one run onto one time axis: FILE, those of other ranks, and torch.profiler's.",
     ),
 }
 
