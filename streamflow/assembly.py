@@ -111,7 +111,8 @@ async def _open_bound(
         residency = None
         if moves:
             fixed_bytes = sum(attachment.fixed.nbytes for attachment in attachments)
-            moving = open_moving(components, binder, engine, device, crew, config, fixed_bytes)
+            in_waves = joint is not None
+            moving = open_moving(components, binder, engine, device, crew, config, fixed_bytes, walks_in_waves=in_waves)
             residency = await stack.enter_async_context(moving)
         if joint is not None:
             await stack.enter_async_context(in_step(joint, engine, crew))

@@ -70,6 +70,7 @@ async def open_offload(
     :raises WarmUpError: if the warm-up fails.
     :raises RankGroupError, MeshDimensionError, TopologyMismatchError: if ``ranks`` is not usable.
     :raises RanksDisagreeError: if the ranks are configured differently, or have different sources.
+    :raises WaveBudgetError: if requests of a rank could wait for each other's room within the budget.
     :raises RankError: if a rank does not come, fails, or is gone.
     :raises DeviceMemoryError: if window, residents and fixed tensors do not fit on the device.
     :raises HostMemoryError: if page-locked images do not fit on the host.

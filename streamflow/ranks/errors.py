@@ -54,6 +54,22 @@ class NodesDifferError(StreamflowError, ValueError):
         )
 
 
+class WaveBudgetError(StreamflowError, ValueError):
+    """The device budget is such that requests of one rank could wait for each other: for room, and for a wave.
+
+    ``needed`` are the bytes at once of what moves, ``left`` those that the budget leaves beside what is always there.
+    """
+
+    def __init__(self, components: Sequence[str], needed: int, left: int, budget: int) -> None:
+        self.components, self.needed, self.left, self.budget = tuple(components), needed, left, budget
+        super().__init__(
+            f"the residents of {', '.join(components)}, beside the largest component that comes as a whole, take "
+            f"{needed:,} bytes, and device_budget_bytes={budget:,} leaves {left:,}: where ranks gather, a request that "
+            "waits for a wave would keep the room that one in a wave needs; raise the budget, keep fewer blocks "
+            "resident, or set max_running_requests=1"
+        )
+
+
 class SharedImagesError(StreamflowError, RuntimeError):
     """The ranks cannot keep one host copy of ``component`` among them, because of what ``rank`` met."""
 
