@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from streamflow.ranks.matrix import TABLE, Cell, Row, Way
+from streamflow.ranks.matrix import TABLE, Axis, Cell, Row, Way
 
 #: The heading of each column.
 _HEADINGS = {
@@ -28,5 +28,11 @@ def _said(row: Row, cell: Cell) -> str:
     if cell.refused is None:
         return f"yes{note}"
     reason = f"**no**: {cell.refused.format(n=row.stands_for)}"
+    if cell.beside is not None:
+        return f"yes{note}; beside several {_title(cell.beside)} ranks {reason}"
     methods = ", ".join(f"`{method}`" for method in cell.unless)
     return f"{reason}; {methods} yes{note}" if cell.unless else reason
+
+
+def _title(axis: Axis) -> str:
+    return next(row.title for row in TABLE if row.axis is axis)

@@ -44,11 +44,13 @@ class Cell:
     """``refused``: why it is not supported, with ``{n}`` for the ranks or the method; None: it is.
 
     ``note``: what has to be known of it. ``unless``: methods of conversion for which it is supported all the same.
+    ``beside``: the axis that has to be in use, too, for the refusal to count; None: it counts alone.
     """
 
     refused: str | None = None
     note: str = ""
     unless: tuple[str, ...] = ()
+    beside: Axis | None = None
 
 
 @attrs.frozen(kw_only=True)
@@ -87,8 +89,9 @@ TABLE = (
         axis=Axis.SEQUENCE_PARALLEL,
         title="sequence parallel",
         gathered=Cell(
-            note="with one data-parallel rank the sequence-parallel ranks gather, else the data-parallel ones; every "
-            "request has to reach all its ranks within `wave_window_s`"
+            refused=_APART,
+            note="the sequence-parallel ranks gather; every request has to reach all of them",
+            beside=Axis.DATA_PARALLEL,
         ),
         rank_local=Cell(note="every rank copies whole blocks"),
         store=Cell(note="all ranks of a node share an entry, one for each set of sizes"),
@@ -182,6 +185,8 @@ def refusals(parallelism: Parallelism, way: Way) -> Iterator[tuple[Row, str]]:
     for row in TABLE:
         cell, extent = row.cell(way), parallelism.extent(row.axis)
         if extent is None or cell.refused is None:
+            continue
+        if cell.beside is not None and parallelism.extent(cell.beside) is None:
             continue
         if row.axis is not Axis.ONLINE_QUANTIZATION or parallelism.online_quantization not in cell.unless:
             yield row, cell.refused.format(n=extent)

@@ -15,8 +15,11 @@ def test_the_table_has_a_row_for_each_axis_and_says_yes_or_no_in_each_cell() -> 
         title, *cells = (cell.strip() for cell in line.strip("|").split(" | "))
         assert title == row.title
         for way, cell in zip(Way, cells, strict=True):
-            assert cell.startswith("yes" if row.cell(way).refused is None else "**no**: ")
-            assert row.cell(way).note in cell
+            said = row.cell(way)
+            is_refused_alone = said.refused is not None and said.beside is None
+            assert cell.startswith("**no**: " if is_refused_alone else "yes")
+            assert ("**no**: " in cell) == (said.refused is not None)
+            assert said.note in cell
         assert "{" not in line
 
 

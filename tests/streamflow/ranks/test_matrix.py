@@ -83,7 +83,16 @@ def test_what_is_used_together_is_refused_for_each_reason(topology: WeightTopolo
         axes = {row.axis for row, _ in refusals(parallelism, way)}
         used = {axis for axis in Axis if parallelism.extent(axis) is not None}
         final = {Axis.ONLINE_QUANTIZATION} if topology.online_quantization in FINAL_METHODS else set()
-        assert axes == (used & REFUSED[way]) - (final if way is Way.GATHERED else set())
+        beside = {Axis.SEQUENCE_PARALLEL} if {Axis.SEQUENCE_PARALLEL, Axis.DATA_PARALLEL} <= used else set()
+        gathered = way is Way.GATHERED
+        assert axes == ((used & REFUSED[way]) - (final if gathered else set())) | (beside if gathered else set())
+
+
+def test_requests_that_several_gather_groups_share_are_not_gathered() -> None:
+    (problem,) = gather_problems(Parallelism(data_parallel_size=2, sequence_parallel_size=3))
+    assert problem.startswith(
+        "gathering with sequence parallel: one request runs on 3 ranks that are in 3 gather groups"
+    )
 
 
 @given(topology=topologies)
