@@ -154,7 +154,7 @@ class _Parts:
             for resident in self.residents.values():
                 await crew.call(resident.event.wait, name="waiting for a resident")
         except DeviceStreamError as failure:
-            raise failure.cause from failure
+            raise failure.cause from failure.cause.__cause__  # not from what it is itself the cause of
 
     async def give_back(self, crew: ThreadCrew) -> None:
         """Wait until the device is done with everything, then release all of it, whatever interrupts or fails."""

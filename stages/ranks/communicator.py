@@ -110,10 +110,8 @@ class TorchCommunicator:
             backend, self._backend = self._backend, None
         if backend is not None and not self._aborted:
             _call_if_there(backend, "shutdown", "_shutdown")
-        failure: BaseException | None = self._failure
-        while failure is not None:  # it may be kept for long, and its frames have the backend, and the slot
+        for failure in _with_causes(self._failure):  # it may be kept for long, with the backend and the slot in frames
             traceback.clear_frames(failure.__traceback__)
-            failure = failure.__cause__
 
 
 def new_communicator(
@@ -148,6 +146,15 @@ def new_communicator(
     except RuntimeError as failure:  # dist.DistError and the store's errors are of this kind
         raise GatherError(rank, size, f"the ranks do not meet: {failure}") from failure
     return TorchCommunicator(backend, rank, size, blame)
+
+
+def _with_causes(failure: BaseException | None) -> list[BaseException]:
+    """``failure`` and its causes, each once: who raises it again may have made them a circle."""
+    found: list[BaseException] = []
+    while failure is not None and failure not in found:
+        found.append(failure)
+        failure = failure.__cause__
+    return found
 
 
 def _in_turn() -> Any:

@@ -157,6 +157,6 @@ def _meet(device: Device, gatherer: Gatherer) -> None:
         gatherer.queue(buffer, GatherChunk(0, 1))
         gatherer.order.stream.record().wait()
     except DeviceStreamError as failure:
-        raise failure.cause from failure
+        raise failure.cause from failure.cause.__cause__  # not from what it is itself the cause of
     finally:
         device.free(buffer)

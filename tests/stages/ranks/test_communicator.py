@@ -275,3 +275,16 @@ def test_a_backend_is_shut_down_once_by_the_name_that_it_has(name: str) -> None:
     communicator.close()
     communicator.abort()
     assert backend.called == [name]
+
+
+def test_closing_ends_where_the_causes_of_the_failure_are_a_circle() -> None:
+    class Broken:
+        def _allgather_base(self, *args: object) -> None:
+            raise RuntimeError("closed by peer")
+
+    communicator = TorchCommunicator(Broken(), 0, 2)
+    with pytest.raises(GatherError) as caught:
+        communicator.gather(torch.zeros(2, dtype=torch.uint8), 1)
+    assert caught.value.__cause__ is not None
+    caught.value.__cause__.__cause__ = caught.value
+    communicator.close()
