@@ -98,7 +98,8 @@ class EventLog:
 
     async def _write(self, file: anyio.AsyncFile[str]) -> None:
         lines, self._lines = self._lines, []
-        await file.write("".join(f"{line}\n" for line in lines))
+        with anyio.CancelScope(shield=True):  # a batch that was taken is written
+            await file.write("".join(f"{line}\n" for line in lines))
 
 
 def describe(event: ObservedEvent, time_s: float) -> dict[str, Any]:
