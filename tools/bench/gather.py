@@ -7,19 +7,15 @@ starts ranks of its own on this machine.
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Sequence
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import anyio
-import attrs
 import click
 
 import streamflow
-from streamflow.tools.bench.children import ChildAnswer, ask_child
-from streamflow.tools.bench.gather_rank import GatherQuestion, RankPlace, measure_rank
+from streamflow.tools.bench.gather_rank import GatherQuestion, measure_rank
+from streamflow.tools.bench.rank_processes import RankPlace, ask_ranks
 from streamflow.tools.terminal import format_seconds, plain_table, print_json, result_console
 
 WORKER = "streamflow.tools.bench.gather_rank"
@@ -30,22 +26,7 @@ SIZE_MIB = {"cpu": 8, "cuda": 512}
 
 async def measure_ranks(question: GatherQuestion, size: int, limit_s: float) -> dict[str, Any]:
     """The report of ``size`` ranks in processes of their own, which are killed after ``limit_s``."""
-    answers: dict[int, ChildAnswer] = {}
-
-    async def ask(rank: int, store: Path) -> None:
-        place = RankPlace(rank, size, local_rank=rank, store=str(store))
-        asked = {"question": attrs.asdict(question), "place": attrs.asdict(place)}
-        answers[rank] = await ask_child(WORKER, asked, limit_s)
-
-    with tempfile.TemporaryDirectory(prefix="streamflow-bench-") as folder:
-        async with anyio.create_task_group() as task_group:
-            for rank in range(size):
-                task_group.start_soon(partial(ask, rank, Path(folder) / "store"))
-    problems = [f"rank {rank}: {a.problem}" for rank, a in sorted(answers.items()) if a.problem is not None]
-    first = answers[0].values
-    if first is None:
-        return {"benchmark": "gather", "ranks": size, "readings": [], "problem": "; ".join(problems)}
-    return {**first, "problem": "; ".join(problems) or first["problem"]}
+    return await ask_ranks("gather", WORKER, question, size, limit_s)
 
 
 @click.command("gather")

@@ -6,12 +6,10 @@ Every step is done by all ranks at once, under a timeout; its reading is the slo
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -37,6 +35,7 @@ from streamflow.stages.transfers.direct import DirectTransfer
 from streamflow.stages.transfers.gathered import open_gathered
 from streamflow.tools.bench.children import answer
 from streamflow.tools.bench.environment import environment
+from streamflow.tools.bench.rank_processes import RankPlace, join_ranks
 
 #: Gathers of the smallest size, for their latency.
 NUM_SMALL_GATHERS = 32
@@ -55,24 +54,6 @@ class GatherQuestion:
     chunk_bytes: Sequence[int]
     num_fetches: int
     step_limit_s: float
-
-
-@attrs.frozen
-class RankPlace:
-    """Which rank this process is. ``store``: a file that the ranks meet at; None: as torchrun's environment has it."""
-
-    rank: int
-    size: int
-    local_rank: int
-    store: str | None = None
-
-    @classmethod
-    def of_torchrun(cls) -> RankPlace | None:
-        """This process's place; None if torchrun did not start it."""
-        if "TORCHELASTIC_RUN_ID" not in os.environ:
-            return None
-        rank, size, local_rank = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
-        return cls(rank, size, local_rank)
 
 
 @attrs.frozen
@@ -261,15 +242,9 @@ async def _open_bench(question: GatherQuestion, place: RankPlace) -> AsyncIterat
 
 
 def _join(question: GatherQuestion, place: RankPlace, device: torch.device) -> TorchCommunicator:
-    # NVLink multicast needs what not every container may use; whoever wants it says so
-    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
     # longer than a step may take: what ends a step is its own limit
     timeout_s = 2 * question.step_limit_s
-    meeting: dict[str, Any] = {}
-    if place.store is not None:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        meeting = {"init_method": f"file://{place.store}", "rank": place.rank, "world_size": place.size}
-    dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s), **meeting)
+    join_ranks(place, timeout_s)
     return new_communicator(default_store(), "bench gather", place.rank, place.size, device, timeout_s=timeout_s)
 
 

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import anyio
 import attrs
 
 import streamflow
-from streamflow.tools.bench.children import ChildAnswer, ask_child
 from streamflow.tools.bench.flux_shaped import SMALL, FluxShape
-from streamflow.tools.bench.gather_rank import RankPlace
 from streamflow.tools.bench.joint_step_rank import JointStepQuestion, measure_rank
+from streamflow.tools.bench.rank_processes import RankPlace, ask_ranks
 from streamflow.tools.terminal import plain_table, result_console
 
 WORKER = "streamflow.tools.bench.joint_step_rank"
@@ -47,22 +43,7 @@ async def measure_jointly(question: JointStepQuestion, size: int, limit_s: float
     if place is not None:
         report = await measure_rank(question, place)
         return report if place.rank == 0 else None
-    answers: dict[int, ChildAnswer] = {}
-
-    async def ask(rank: int, store: Path) -> None:
-        asked = {
-            "question": attrs.asdict(question),
-            "place": attrs.asdict(RankPlace(rank, size, local_rank=rank, store=str(store))),
-        }
-        answers[rank] = await ask_child(WORKER, asked, limit_s)
-
-    with tempfile.TemporaryDirectory(prefix="streamflow-bench-") as folder:
-        async with anyio.create_task_group() as task_group:
-            for rank in range(size):
-                task_group.start_soon(partial(ask, rank, Path(folder) / "store"))
-    problems = [f"rank {rank}: {a.problem}" for rank, a in sorted(answers.items()) if a.problem is not None]
-    report = answers[0].values or {"benchmark": "joint step", "ranks": size, "readings": [], "problem": None}
-    return {**report, "problem": "; ".join(problems) or report["problem"]}
+    return await ask_ranks("joint step", WORKER, question, size, limit_s)
 
 
 def print_joint_report(report: dict[str, Any]) -> None:

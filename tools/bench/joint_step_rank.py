@@ -13,7 +13,6 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -32,8 +31,8 @@ from streamflow.tools.bench.clock import timed_steps
 from streamflow.tools.bench.digests import digest_of
 from streamflow.tools.bench.environment import environment
 from streamflow.tools.bench.flux_shaped import FluxShape, FluxShaped, random_inputs, random_models
-from streamflow.tools.bench.gather_rank import RankPlace
 from streamflow.tools.bench.process_memory import private_bytes, proportional_bytes
+from streamflow.tools.bench.rank_processes import RankPlace, join_ranks
 from streamflow.tools.bench.rates import link_rate
 
 NUM_TEXT_TOKENS = 512
@@ -260,15 +259,9 @@ async def measure_rank(question: JointStepQuestion, place: RankPlace) -> dict[st
 
 
 def _join(question: JointStepQuestion, place: RankPlace) -> None:
-    # NVLink multicast needs what not every container may use; whoever wants it says so
-    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
     if question.device == "cuda":
         torch.cuda.set_device(place.local_rank)
-    meeting: dict[str, Any] = {}
-    if place.store is not None:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        meeting = {"init_method": f"file://{place.store}", "rank": place.rank, "world_size": place.size}
-    dist.init_process_group("gloo", timeout=timedelta(seconds=PATIENCE_S), **meeting)
+    join_ranks(place, PATIENCE_S)
 
 
 @contextmanager

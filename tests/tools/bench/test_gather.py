@@ -12,9 +12,10 @@ import attrs
 import pytest
 from click.testing import CliRunner, Result
 
-from streamflow.tools.bench import gather, gather_rank
+from streamflow.tools.bench import gather, gather_rank, rank_processes
 from streamflow.tools.bench.children import ChildAnswer
-from streamflow.tools.bench.gather_rank import GatherQuestion, RankPlace, measure_rank
+from streamflow.tools.bench.gather_rank import GatherQuestion, measure_rank
+from streamflow.tools.bench.rank_processes import RankPlace
 from streamflow.tools.cli import main
 from tests.ranks import Rank, run_ranks
 
@@ -123,7 +124,7 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> dict[int, ChildAnswer]:
         assert module == "streamflow.tools.bench.gather_rank"
         return scripted[asked["place"]["rank"]]
 
-    monkeypatch.setattr(gather, "ask_child", ask)
+    monkeypatch.setattr(rank_processes, "ask_child", ask)
     return scripted
 
 
