@@ -282,10 +282,12 @@ _openings = itertools.count()
 
 
 @asynccontextmanager
-async def opened(rank: Rank, model: Any, *, groups: RankGroups | None = None, **changes: Any) -> AsyncIterator[Member]:
+async def opened(
+    rank: Rank, model: Any, *, groups: RankGroups | None = None, device: CpuDevice | None = None, **changes: Any
+) -> AsyncIterator[Member]:
     """This rank's offload, with those of the others, which have joined. ``groups`` None: all are data-parallel."""
     groups = groups or RankGroups(data_parallel=torch.distributed.group.WORLD)
-    device = CpuDevice()
+    device = device or CpuDevice()
     joint = streamflow.open_offload(model, options(**changes), ranks=groups, device=device)
     async with joint as offload:
         member = Member(rank, model, offload, device)

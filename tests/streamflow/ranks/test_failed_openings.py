@@ -117,17 +117,18 @@ def test_other_models_are_refused_on_every_rank() -> None:
 AGREEMENTS = ("node", "configuration", "the sources of the weights", "transfer", "what they gather")
 
 
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 @pytest.mark.parametrize(("who", "name"), [(1, "node"), (0, "configuration"), (1, "transfer"), (0, "what they gather")])
-def test_a_rank_that_is_killed_while_it_opens(who: int, name: str) -> None:
+def test_a_rank_that_dies_or_stands_still_while_it_opens(who: int, name: str, how: signal.Signals) -> None:
     def before(rank: Rank) -> None:
         agree = Coordinator.agree
 
-        async def die(coordinator: Coordinator, what: str, value: object) -> list[Any]:
+        async def end(coordinator: Coordinator, what: str, value: object) -> list[Any]:
             if (rank.rank, what) == (who, name):
-                os.kill(os.getpid(), signal.SIGKILL)
+                os.kill(os.getpid(), how)
             return await agree(coordinator, what, value)
 
-        Coordinator.agree = die  # type: ignore[method-assign] # the process ends soon
+        Coordinator.agree = end  # type: ignore[method-assign] # the process ends soon
 
     others = [rank for rank in range(3) if rank != who]
     for outcome in outcomes_of(3, opening(before=before), of=others):
