@@ -60,6 +60,7 @@ from streamflow.stages.slots import Window
 from streamflow.stages.statistics import EngineStatistics
 from streamflow.stages.threads import WorkerThread
 from streamflow.stages.transfers.base import Fetching, Transfer
+from streamflow.stages.walk_sources import StandingPass
 from streamflow.stages.walks import WalkPlanner
 
 #: A device call on the loop that takes longer is reported.
@@ -231,6 +232,13 @@ class Engine:
             num_late_messages=self._doorbell.num_late,
             num_dropped_events=self.broadcast.num_dropped,
         )
+
+    def standing_passes(self) -> list[StandingPass]:
+        """As the planner says; none while a copy, or a gather with other ranks, is under way: all may wait for that."""
+        for slot in self._window:
+            if slot.block is not None and not (slot.busy_until and slot.busy_until[0].is_done()):
+                return []
+        return self._planner.standing_passes()
 
     async def serve(self) -> None:
         """The prefetch nursery's task: answer the doorbell until `stop_serving`, or until the engine fails.

@@ -32,6 +32,14 @@ class WaitingPass:
 
 
 @attrs.frozen
+class StandingPass:
+    """A pass whose own code its walk waits for: ``block``, its next one, is there (None: its last one is behind it)."""
+
+    request_id: str | None
+    block: int | None
+
+
+@attrs.frozen
 class WalkChoice:
     """The passes that start a walk now, all of one component; none: wait on, and ask again at ``again_at``.
 

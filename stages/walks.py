@@ -28,7 +28,7 @@ from streamflow.stages.ranks.errors import OutOfTurnError
 from streamflow.stages.ranks.signature import WaveSignature
 from streamflow.stages.returns import Returns
 from streamflow.stages.slot_table import Slot, SlotTable
-from streamflow.stages.walk_sources import ImmediateWalks, WaitingPass, WalkChoice, WalkSource
+from streamflow.stages.walk_sources import ImmediateWalks, StandingPass, WaitingPass, WalkChoice, WalkSource
 
 
 @attrs.define
@@ -92,6 +92,20 @@ class WalkPlanner:
     def claims_on(self, slot: int) -> frozenset[int]:
         """The passes that may be inside the block in ``slot``."""
         return frozenset(self._slots[slot].claims)
+
+    def standing_passes(self) -> list[StandingPass]:
+        """The passes whose own code the wave's walk waits for; none where no such walk is under way."""
+        feed = self._source.feed
+        if feed is None or self._visits is None:
+            return []
+        found: list[StandingPass] = []
+        for state in self._walking.values():
+            visit = self._visits.start + state.position
+            if visit >= self._visits.stop:
+                found.append(StandingPass(state.request_id, None))
+            elif visit < feed.num_there:
+                found.append(StandingPass(state.request_id, feed.block_of(visit)))
+        return found
 
     # What the passes did
 

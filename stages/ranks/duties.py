@@ -3,8 +3,16 @@
 from __future__ import annotations
 
 from streamflow.stages.ranks.errors import RankError, WaveMismatchError, WaveTimeoutError
-from streamflow.stages.ranks.local_waves import LocalWaves, WaitingRequest
-from streamflow.stages.ranks.messages import Ending, RankReply, RankStatus, RequestStatus, Verdict, WaveBegin
+from streamflow.stages.ranks.local_waves import LocalWaves, StandingMember, WaitingRequest
+from streamflow.stages.ranks.messages import (
+    Ending,
+    RankReply,
+    RankStatus,
+    RequestStatus,
+    Standing,
+    Verdict,
+    WaveBegin,
+)
 
 
 class Duties:
@@ -15,6 +23,8 @@ class Duties:
         self._deadline_s = deadline_s
         self._promise: int | None = None
         self._said: object = None
+        self._standing: tuple[StandingMember, ...] = ()
+        self._standing_since = 0.0
 
     def has_news(self) -> bool:
         """Whether there is something that the others wait for. How far a wave is they see from their own walks."""
@@ -34,7 +44,17 @@ class Duties:
                 RequestStatus(r.ticket, r.name, r.signature, now - r.since, r.alone) for r in self._waves.waiting()
             ),
             promise=self._promise,
+            standing=self._note_standing(now),
         )
+
+    def _note_standing(self, now: float) -> Standing | None:
+        """Who holds the wave up, and for how long it has been the same, at the same place."""
+        before, self._standing = self._standing, tuple(self._waves.standing())
+        if self._standing != before:
+            self._standing_since = now
+        if not self._standing:
+            return None
+        return Standing(tuple(member.name for member in self._standing), now - self._standing_since)
 
     def do(self, reply: RankReply, now: float) -> None:
         """What ``reply`` to the last status says, but for its verdict."""

@@ -41,6 +41,17 @@ class WaveProgress:
     is_over: bool
 
 
+@attrs.frozen
+class StandingMember:
+    """A member that the wave waits for although all it needs is there, and where it is: ``block`` of the wave's walk
+    number ``walk``, from 1 (None: after or before it). ``name`` is what errors call it.
+    """
+
+    name: str
+    walk: int
+    block: int | None = None
+
+
 class LocalWaves(Protocol):
     """One rank's own waves: who waits, and the wave that the rank is in. No call may block.
 
@@ -59,6 +70,9 @@ class LocalWaves(Protocol):
 
     def progress(self) -> WaveProgress:
         """How far the latest wave is."""
+
+    def standing(self) -> Sequence[StandingMember]:
+        """The members for whose own code the wave waits on this rank. The same ones later: they have not moved."""
 
     def begin(self, wave: int, signature: WaveSignature, tickets: Collection[int]) -> None:
         """The ranks are in wave number ``wave`` now. ``tickets``: the waiting requests that are its members here.

@@ -54,11 +54,19 @@ class Proposal:
 
 
 @attrs.frozen
+class Standing:
+    """The members of a rank, by what errors call them, that have held their wave up for ``seconds`` by themselves."""
+
+    names: tuple[str, ...]
+    seconds: float
+
+
+@attrs.frozen
 class RankStatus:
     """What one rank says in a round.
 
-    ``progress`` None: it can begin no wave yet. ``promise``: it starts no walk beyond so many (None: it may).
-    ``failure``: why it cannot go on (None: it can).
+    ``progress`` None: it can begin no wave yet. ``standing`` None: no member of it holds the wave up. ``promise``: it
+    starts no walk beyond so many (None: it may). ``failure``: why it cannot go on (None: it can).
     """
 
     progress: WaveProgress | None = None
@@ -67,6 +75,7 @@ class RankStatus:
     proposal: Proposal | None = None
     closing: Closing = Closing.NO
     failure: str | None = None
+    standing: Standing | None = None
 
 
 @attrs.frozen
@@ -129,12 +138,13 @@ def _plain(owner: Any, field: Any, value: Any) -> Any:
 def decode_status(data: bytes) -> RankStatus:
     """The status that `encode` was given."""
     values = json.loads(data)
-    progress, proposal = values.pop("progress"), values.pop("proposal")
+    progress, proposal, standing = (values.pop(name) for name in ("progress", "proposal", "standing"))
     return RankStatus(
         progress=progress and WaveProgress(**progress),
         waiting=tuple(RequestStatus(**_with_signature(request)) for request in values.pop("waiting")),
         proposal=proposal and Proposal(**proposal),
         closing=Closing(values.pop("closing")),
+        standing=standing and Standing(tuple(standing["names"]), standing["seconds"]),
         **values,
     )
 

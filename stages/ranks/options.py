@@ -26,7 +26,8 @@ class WaveOptions:
     ``max_passes``: requests of one rank in one wave. ``window_s``: how long the oldest waiting request waits for others
     to walk with. ``deadline_s``: how long a request waits for a wave. ``rank_deadline_s``: within it, all ranks know of
     one that is dead or silent; one is lost that says nothing for three quarters of it. ``heartbeat_s``: how often ranks
-    speak while requests wait; else five times as long. ``needs_all_ranks``: a request is every rank's, which give it to
+    speak while requests wait; else five times as long. ``member_deadline_s``: how long a wave waits for a member whose
+    own code does not go on (None: for ever). ``needs_all_ranks``: a request is every rank's, which give it to
     their models in the same order: a wave has as many members on each, so that nobody waits in a model's own collective
     for a rank that only feeds.
 
@@ -39,6 +40,7 @@ class WaveOptions:
     deadline_s: float = attrs.field(default=60.0, validator=_is_time)
     rank_deadline_s: float = attrs.field(default=10.0, validator=_is_time)
     heartbeat_s: float = attrs.field(default=0.05, validator=_is_time)
+    member_deadline_s: float | None = attrs.field(default=None, validator=attrs.validators.optional(_is_time))
     needs_all_ranks: bool = False
 
     def __attrs_post_init__(self) -> None:
@@ -59,6 +61,14 @@ class WaveOptions:
     def idle_heartbeat_s(self) -> float:
         """How often ranks speak while there is nothing to say."""
         return IDLE_HEARTBEATS * self.heartbeat_s
+
+    @property
+    def let_go_after_s(self) -> float | None:
+        """How long a rank waits for a member of its own that does not come to the next walk, until it goes on without.
+
+        None: for ever. Where ranks share each request, none may be left behind: the others' would wait for it.
+        """
+        return None if self.needs_all_ranks else self.member_deadline_s
 
     @property
     def lost_after_s(self) -> float:

@@ -63,6 +63,26 @@ class WaveTable:
                     f"it is in wave {status.progress.wave} while the ranks are in {self._wave}; report this as a bug"
                 )
                 return Verdict(Ending.FAILED, rank, reason)
+        return self._standing(statuses) or self._closing(statuses)
+
+    def _standing(self, statuses: Sequence[RankStatus]) -> Verdict | None:
+        """The verdict on the rank that has held the wave up for longest, if that is too long."""
+        limit_s = self._options.member_deadline_s
+        found = {rank: status.standing for rank, status in enumerate(statuses) if status.standing is not None}
+        rank = max(found, key=lambda rank: found[rank].seconds, default=None)
+        if limit_s is None or rank is None or found[rank].seconds < limit_s:
+            return None
+        names = ", ".join(map(repr, found[rank].names))
+        reason = (
+            f"{names} did nothing for {found[rank].seconds:.1f} s within a wave (member_deadline_s is {limit_s:g}),"
+        )
+        reason += " though all that it needed was there"
+        others = [str(other) for other in found if other != rank]
+        if others:  # as where a collective of the model's own waits for it
+            reason += f"; ranks {', '.join(others)} stood still, too, perhaps because of it"
+        return Verdict(Ending.FAILED, rank, reason)
+
+    def _closing(self, statuses: Sequence[RankStatus]) -> Verdict | None:
         for rank, status in enumerate(statuses):
             is_time = all(s.progress is None or s.progress.is_over for s in statuses)
             if status.closing is Closing.NOW or (status.closing is Closing.WHEN_OVER and is_time):

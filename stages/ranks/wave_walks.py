@@ -11,27 +11,38 @@ from collections.abc import Callable, Collection, Sequence
 from streamflow.stages.decisions import Refusal
 from streamflow.stages.feed import Feed
 from streamflow.stages.ranks.errors import SignatureMissingError, WaveComponentsError
-from streamflow.stages.ranks.local_waves import WaitingRequest, WaveProgress
+from streamflow.stages.ranks.local_waves import StandingMember, WaitingRequest, WaveProgress
 from streamflow.stages.ranks.signature import WaveNeed, WaveSignature
 from streamflow.stages.returns import Returns
-from streamflow.stages.walk_sources import WaitingPass, WalkChoice, WalkSource
+from streamflow.stages.walk_sources import StandingPass, WaitingPass, WalkChoice, WalkSource
 
 
 class WaveWalks:
     """A `WalkSource` for the components that the ranks gather together, and one rank's `LocalWaves`.
 
-    A walk of the wave under way starts when all its live members wait for it; who does something else first is a member
-    no more. Walks over other components are ``local`` to the rank, and start between waves: while one is under way its
-    blocks have the window. ``default_wave`` counts for requests that say nothing. The owner connects ``wake``, which
-    lets the planner decide anew, and ``on_failure``, which breaks the engine.
+    A walk of the wave under way starts when all its live members wait for it; who does something else first, or does
+    not come within ``let_go_after_s`` (None: however long it takes), is a member no more. Walks over other components
+    are ``local`` to the rank, and start between waves: while one is under way its blocks have the window.
+    ``default_wave`` counts for requests that say nothing. The owner connects ``wake``, which lets the planner decide
+    anew, ``on_failure``, which breaks the engine, and ``standing_passes``, those that the walk under way waits for.
     """
 
-    def __init__(self, feed: Feed, local: WalkSource, default_wave: WaveSignature | None = None) -> None:
+    def __init__(
+        self,
+        feed: Feed,
+        local: WalkSource,
+        default_wave: WaveSignature | None = None,
+        *,
+        let_go_after_s: float | None = None,
+    ) -> None:
         self._feed = feed
         self._local = local
         self._default_wave = default_wave
+        self._let_go_after_s = let_go_after_s
         self._wave = 0
-        self._live: set[int] = set()
+        self._live: dict[int, str] = {}
+        self._away: tuple[str, ...] = ()
+        self._away_since = 0.0
         self._is_held = False
         self._waiting: tuple[WaitingRequest, ...] = ()
         self._makers: dict[int, int] = {}
@@ -39,6 +50,7 @@ class WaveWalks:
         self.on_change: Callable[[], None] = _nothing
         self.wake: Callable[[], None] = _nothing
         self.on_failure: Callable[[BaseException], None] = _ignored
+        self.standing_passes: Callable[[], Sequence[StandingPass]] = tuple
 
     def components_of(self, wave: WaveNeed | None) -> frozenset[str]:
         """The components of the wave that a request needs (None: the default one). From any thread."""
@@ -59,7 +71,7 @@ class WaveWalks:
         collective = [other for other in waiting if other.component in self._feed.components]
         self._note_waiting(collective)
         if self._is_on:
-            return self._next_of_wave(collective, refused)
+            return self._next_of_wave(collective, refused, now)
         local = [other for other in waiting if other.component not in self._feed.components]
         choice = self._local.next_walk(local, returns, now)
         return WalkChoice(choice.pass_ids, choice.again_at, refused=refused)
@@ -79,7 +91,7 @@ class WaveWalks:
     @property
     def _members(self) -> set[int]:
         """The live members that a walk is still to be started for; what the others do is no part of the wave."""
-        return self._live if self._feed.next_component is not None else set()
+        return set(self._live) if self._feed.next_component is not None else set()
 
     def _refusals(self, waiting: Sequence[WaitingPass]) -> list[Refusal]:
         found = [(other.pass_id, self._why_not(other)) for other in waiting]
@@ -107,7 +119,7 @@ class WaveWalks:
         before, self._waiting = (
             self._waiting,
             tuple(
-                WaitingRequest(other.pass_id, other.request_id or "a direct call", signature, other.since, other.alone)
+                WaitingRequest(other.pass_id, _name_of(other.request_id), signature, other.since, other.alone)
                 for other in collective
                 if other.maker is not None and other.maker not in members
                 if (signature := self._signature_of(other)) is not None
@@ -118,12 +130,27 @@ class WaveWalks:
         if before != self._waiting:
             self.on_change()
 
-    def _next_of_wave(self, collective: Sequence[WaitingPass], refused: tuple[Refusal, ...]) -> WalkChoice:
+    def _next_of_wave(self, collective: Sequence[WaitingPass], refused: tuple[Refusal, ...], now: float) -> WalkChoice:
         component = self._feed.next_component
         passes = {other.maker: other.pass_id for other in collective if other.maker in self._live}
-        if component is None or passes.keys() != self._live:
-            return WalkChoice(refused=refused)
+        again_at = None if component is None else self._wait_for_away(self._live.keys() - passes.keys(), now)
+        if component is None or self._away:
+            return WalkChoice(again_at=again_at, refused=refused)
         return WalkChoice(tuple(passes.values()), component=component, refused=refused)
+
+    def _wait_for_away(self, away: Collection[int], now: float) -> float | None:
+        """The members ``away`` are waited for, or were for too long; returns when that will be."""
+        if not self._away:
+            self._away_since = now
+        self._away = tuple(name for maker, name in self._live.items() if maker in away)
+        if not self._away or self._let_go_after_s is None:
+            return None
+        until = self._away_since + self._let_go_after_s
+        if now >= until:
+            self._away = ()
+            for maker in away:
+                self.gone(maker)
+        return until
 
     def late_joins(self, waiting: Sequence[WaitingPass], component: str, num_walking: int) -> tuple[int, ...]:
         if component in self._feed.components:
@@ -140,7 +167,7 @@ class WaveWalks:
         # at once: while this rank walks alone, nobody looks at who waits, and a wave may begin
         still = tuple(request for request in self._waiting if self._makers[request.ticket] != maker)
         if maker in self._live or still != self._waiting:
-            self._live.discard(maker)
+            self._live.pop(maker, None)
             self._waiting = still
             self.on_change()
 
@@ -153,9 +180,15 @@ class WaveWalks:
         feed = self._feed
         return WaveProgress(self._wave, feed.num_started, feed.num_walks, len(self._live), not self._is_on)
 
+    def standing(self) -> Sequence[StandingMember]:
+        walk = self._feed.num_started
+        if self._is_on and self._away and self._let_go_after_s is None:
+            return [StandingMember(name, walk) for name in self._away]
+        return [StandingMember(_name_of(each.request_id), walk, each.block) for each in self.standing_passes()]
+
     def begin(self, wave: int, signature: WaveSignature, tickets: Collection[int]) -> None:
         self._wave = wave
-        self._live = {self._makers[request.ticket] for request in self._waiting if request.ticket in tickets}
+        self._live = {self._makers[r.ticket]: r.name for r in self._waiting if r.ticket in tickets}
         self._feed.begin(signature.walks())
         self.wake()
 
@@ -188,6 +221,10 @@ class WaveWalks:
         self._live.clear()
         self.on_change()
         self.wake()
+
+
+def _name_of(request_id: str | None) -> str:
+    return request_id or "a direct call"
 
 
 def _nothing() -> None:

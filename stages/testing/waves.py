@@ -8,7 +8,7 @@ from typing import NoReturn
 import attrs
 
 from streamflow.stages.errors import StreamflowError
-from streamflow.stages.ranks.local_waves import WaitingRequest, WaveProgress
+from streamflow.stages.ranks.local_waves import StandingMember, WaitingRequest, WaveProgress
 from streamflow.stages.ranks.signature import WaveSignature
 
 
@@ -46,6 +46,7 @@ class ScriptedWaves:
         self._num_tickets = 0
         self._waiting: dict[int, WaitingRequest] = {}
         self._live: set[int] = set()
+        self._standing: dict[int, StandingMember] = {}
         self._num_started = self._num_walks = 0
         self._held_at: int | None = None
 
@@ -65,7 +66,12 @@ class ScriptedWaves:
         if self._waiting.pop(ticket, None) is not None:
             self.withdrawn.add(ticket)
         self._live.discard(ticket)
+        self._standing.pop(ticket, None)
         self.on_change()
+
+    def stand(self, ticket: int, block: int) -> None:
+        """A member stands still before ``block`` of the walk under way, until the next one."""
+        self._standing[ticket] = StandingMember(f"request {ticket}", self._num_started, block)
 
     @property
     def live(self) -> frozenset[int]:
@@ -81,6 +87,7 @@ class ScriptedWaves:
         if not self.can_walk():
             raise WavesError(f"walk {self._num_started + 1} may not start")
         self._num_started += 1
+        self._standing.clear()
         self._note_end()
         self.on_change()
 
@@ -99,6 +106,9 @@ class ScriptedWaves:
         wave = self.begun[-1].wave if self.begun else 0
         is_over = self._num_started == self._num_walks
         return WaveProgress(wave, self._num_started, self._num_walks, len(self._live), is_over)
+
+    def standing(self) -> list[StandingMember]:
+        return [self._standing[ticket] for ticket in sorted(self._standing)]
 
     def begin(self, wave: int, signature: WaveSignature, tickets: Collection[int]) -> None:
         progress = self.progress()

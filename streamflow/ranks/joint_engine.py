@@ -108,6 +108,7 @@ async def plan_jointly(
         Feed(orders),
         SharedWalks(config.effective_passes_per_walk, config.admission_window_s),
         config.ranks.default_wave,
+        let_go_after_s=ranks.options.let_go_after_s,
     )
     return JointEngine(ranks, waves, frozenset(local | others), len(eligible) - len(local))
 
@@ -164,7 +165,7 @@ async def in_step(joint: JointEngine, engine: Engine, crew: ThreadCrew) -> Async
 
     async with open_tasks() as tasks:
         engine.on_failure = failed.set
-        waves.wake, waves.on_failure = engine.wake, engine.fail
+        waves.wake, waves.on_failure, waves.standing_passes = engine.wake, engine.fail, engine.standing_passes
         tasks.start_soon(tell_failure, name="failure of the engine")
         coordinator.attach(waves)
         try:

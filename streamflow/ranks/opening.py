@@ -32,13 +32,14 @@ NCCL_TIMEOUT_S = 24 * 3600.0
 class Ranks:
     """The ranks that this one gathers with. ``coordinator`` keeps them in step; blocks go over ``communicator``.
 
-    ``run``: what all of them, and no others, call their time together.
+    ``run``: what all of them, and no others, call their time together. ``options``: how they wait for each other.
     """
 
     group: GatherGroup
     coordinator: Coordinator
     communicator: TorchCommunicator
     run: str
+    options: WaveOptions
 
     async def agree_on_equal(self, what: str, value: Any) -> None:
         """Return if all ranks have the same ``value``, one for JSON.
@@ -100,7 +101,7 @@ async def open_ranks(group: GatherGroup, config: OffloadConfig, device: Device) 
         communicator = await _connect(run, group, config, device, coordinator, crew)
         try:
             async with _giving_up(coordinator, communicator, crew):
-                ranks = Ranks(group, coordinator, communicator, run)
+                ranks = Ranks(group, coordinator, communicator, run, options)
                 await ranks.agree_on_equal("configuration", fingerprint(config))
                 yield ranks
         finally:
@@ -133,6 +134,7 @@ def _wave_options(config: OffloadConfig, group: GatherGroup) -> WaveOptions:
         deadline_s=ranks.wave_deadline_s,
         rank_deadline_s=ranks.rank_deadline_s,
         heartbeat_s=ranks.heartbeat_s,
+        member_deadline_s=ranks.member_deadline_s,
         needs_all_ranks=group.axis is Axis.SEQUENCE_PARALLEL,  # these share each request
     )
 

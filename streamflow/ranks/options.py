@@ -16,6 +16,8 @@ LocalBlocks = Literal["auto", "none"]
 #: How many heartbeats a rank may be silent at least: idle ones come at a fifth of the rate.
 MIN_HEARTBEATS = 10
 _DURATIONS = ("wave_deadline_s", "rank_deadline_s", "heartbeat_s")
+#: As long as torch.distributed's own collectives wait over NCCL by default.
+DEFAULT_MEMBER_DEADLINE_S = 600.0
 
 
 @attrs.frozen(kw_only=True)
@@ -36,6 +38,9 @@ class RankOptions:
         rank_deadline_s: within it all ranks know of one that is dead or silent, and fail, in seconds. At least ten
             heartbeats.
         heartbeat_s: how often ranks exchange their state while requests wait, in seconds; else a fifth as often.
+        member_deadline_s: how long the others wait, in seconds, for a request in their wave whose own code does not go
+            on, while its rank is alive and the blocks it needs are there. One that does not come to the next walk is
+            left behind; one that stands still within a walk, or that ranks share, fails all ranks. None: for ever.
         default_wave: the signature of requests that state none, or a mapping of its fields; None: each has to state it,
             by ``offload.request(wave=...)``. Without gathering it has no effect.
 
@@ -49,6 +54,7 @@ class RankOptions:
     wave_deadline_s: float = 60.0
     rank_deadline_s: float = 10.0
     heartbeat_s: float = 0.05
+    member_deadline_s: float | None = DEFAULT_MEMBER_DEADLINE_S
     default_wave: WaveSignature | None = None
 
     def __attrs_post_init__(self) -> None:
@@ -93,8 +99,11 @@ def _wrong_durations(options: RankOptions) -> Iterator[str]:
         yield f"wave_window_s must be a finite number of seconds of at least 0, not {window!r}"
     for name in _DURATIONS:
         value = getattr(options, name)
-        if not _is_number(value) or value <= 0:
+        if not _is_positive(value):
             yield f"{name} must be a positive, finite number of seconds, not {value!r}"
+    if options.member_deadline_s is not None and not _is_positive(options.member_deadline_s):
+        value = options.member_deadline_s
+        yield f"member_deadline_s must be a positive, finite number of seconds, or None for no limit, not {value!r}"
 
 
 def _short_deadlines(options: RankOptions) -> Iterator[str]:
@@ -110,6 +119,10 @@ def _short_deadlines(options: RankOptions) -> Iterator[str]:
 
 def _is_number(value: object) -> bool:
     return type(value) in (int, float) and math.isfinite(value)  # type: ignore[arg-type]
+
+
+def _is_positive(value: object) -> bool:
+    return _is_number(value) and value > 0  # type: ignore[operator]
 
 
 def _is_blocks(value: Any) -> bool:

@@ -18,6 +18,7 @@ WRONG: dict[str, list[Any]] = {
     "wave_deadline_s": [0, -1, float("inf"), None, True, 0.4],  # 0.4: less than the window
     "rank_deadline_s": [0, -1, float("nan"), "10", 0.4],  # 0.4: less than ten heartbeats
     "heartbeat_s": [0, -1, None, float("inf")],
+    "member_deadline_s": [0, -1, float("inf"), "600", True],
     "default_wave": [
         "transformer",
         3,
