@@ -57,13 +57,23 @@ class Rank:
         self._pipe.send(("said", message))
 
     def join(self, *, timeout_s: float = PATIENCE_S) -> dist.ProcessGroup:
-        """The group of all ranks: gloo, whose collectives give up after ``timeout_s``."""
+        """The group of all ranks: gloo, whose collectives give up after ``timeout_s``. Returns once all have joined."""
         store = dist.FileStore(str(self.folder / "store"), self.size)
         dist.init_process_group(
             "gloo", store=store, rank=self.rank, world_size=self.size, timeout=timedelta(seconds=timeout_s)
         )
+        self.meet("joined")
         assert dist.group.WORLD is not None
         return dist.group.WORLD
+
+    def meet(self, name: str) -> None:
+        """Return once every rank has come to ``name``. Blocks.
+
+        No collective: of that, one rank could be done, and end, while another is not connected to it yet.
+        """
+        (self.folder / f"{name}-{self.rank}").touch()
+        while not all((self.folder / f"{name}-{rank}").exists() for rank in range(self.size)):
+            time.sleep(0.002)
 
 
 @attrs.define

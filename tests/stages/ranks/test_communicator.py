@@ -31,7 +31,9 @@ TIMEOUT_S = 1.0
 def joined(rank: Rank, *, timeout_s: float = 20.0) -> TorchCommunicator:
     """A communicator of all ranks, which have joined."""
     rank.join()
-    return new_communicator(default_store(), "test", rank.rank, rank.size, CPU, timeout_s=timeout_s)
+    communicator = new_communicator(default_store(), "test", rank.rank, rank.size, CPU, timeout_s=timeout_s)
+    rank.meet("connected")
+    return communicator
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
