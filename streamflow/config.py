@@ -56,7 +56,8 @@ class OffloadConfig:
             ``resident_bytes`` allows). Only blocks that the plan calls resident-eligible count.
         resident_bytes: device bytes that resident blocks may take; None: no byte limit.
         resident_placement: ``"spread"`` puts residents evenly between streamed blocks, which keeps the link busy while
-            they compute; ``"leading"`` takes the first ones.
+            they compute; those that ``resident_bytes`` alone allows where blocks are large, so that the rest streams
+            evenly. ``"leading"`` takes the first ones.
         transfer: ``"direct"`` needs page-locked memory or a host device, ``"staged"`` packs from pageable memory;
             ``"auto"`` takes direct where it can.
         pin_host_memory: page-lock what blocks are streamed from, so that the transfer can be direct: the mapped files
