@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -20,7 +21,9 @@ class Family:
 
     ``make`` gives the components of ``pipeline_class``, with random weights. ``inputs`` are the arguments of a call.
     ``streamed`` are the components whose blocks stream, with the number of their blocks; ``staged`` those that move
-    as a whole.
+    as a whole. ``output`` is what of the answer is compared, with ``more_outputs``. ``settings`` are attributes that
+    the pipeline's class sets for large models. ``warns`` is the pattern of a warning that the family's own code gives
+    on the CPU.
     """
 
     name: str
@@ -30,6 +33,9 @@ class Family:
     streamed: Mapping[str, int]
     staged: tuple[str, ...]
     output: str = "images"
+    more_outputs: tuple[str, ...] = ()
+    settings: Mapping[str, Any] = attrs.field(factory=dict)
+    warns: str | None = None
 
     def __str__(self) -> str:
         return self.name
@@ -42,17 +48,27 @@ class Family:
         for component in modules_of(pipeline).values():
             component.eval().requires_grad_(False)
         pipeline.set_progress_bar_config(disable=True)
+        for name, value in self.settings.items():
+            setattr(pipeline, name, value)
         return pipeline
 
     def generate(self, pipeline: Any, seed: int = 0, **more: Any) -> torch.Tensor:
         """The decoded output of one call."""
-        outputs: torch.Tensor = getattr(pipeline(**{**self.arguments(seed), **more}, output_type="pt"), self.output)
-        return outputs
+        return self._call(pipeline, {**self.arguments(seed), **more, "output_type": "pt"})
 
     def latents(self, pipeline: Any, seed: int = 0) -> torch.Tensor:
         """The latents of the same call, before the VAE decodes them."""
-        outputs: torch.Tensor = getattr(pipeline(**self.arguments(seed), output_type="latent"), self.output)
-        return outputs
+        return self._call(pipeline, {**self.arguments(seed), "output_type": "latent"})
+
+    def _call(self, pipeline: Any, arguments: Mapping[str, Any]) -> torch.Tensor:
+        with warnings.catch_warnings():
+            if self.warns is not None:
+                warnings.filterwarnings("ignore", self.warns)
+            answer = pipeline(**arguments)
+        made: torch.Tensor = getattr(answer, self.output)
+        if not self.more_outputs:
+            return made
+        return torch.cat([part.flatten() for part in (made, *(getattr(answer, name) for name in self.more_outputs))])
 
     def arguments(self, seed: int) -> dict[str, Any]:
         """What the pipeline is called with, but for the type of the output."""

@@ -10,7 +10,8 @@ from tests.streamflow.pipelines.families import parts
 from tests.streamflow.pipelines.families.family import Family
 
 
-def _vae() -> Any:
+def hunyuan_vae() -> Any:
+    """The VAE of videos that other families have, too."""
     return diffusers.AutoencoderKLHunyuanVideo(
         latent_channels=4,
         block_out_channels=(8, 8, 8, 8),
@@ -38,7 +39,7 @@ def _components() -> dict[str, Any]:
             pooled_projection_dim=32,
             rope_axes_dim=(2, 4, 4),
         ),
-        "vae": _vae(),
+        "vae": hunyuan_vae(),
         "scheduler": parts.flow_scheduler(shift=7.0),
         "text_encoder_2": parts.clip_text(),
         "tokenizer_2": parts.tokenizer(77),

@@ -43,7 +43,7 @@ def _z_image() -> dict[str, Any]:
         "scheduler": parts.flow_scheduler(),
         "vae": parts.image_vae(16),
         "text_encoder": parts.language_model("Qwen3"),
-        "tokenizer": _chat_tokenizer(),
+        "tokenizer": parts.chat_tokenizer(),
         "transformer": diffusers.ZImageTransformer2DModel(
             in_channels=16,
             dim=32,
@@ -56,12 +56,6 @@ def _z_image() -> dict[str, Any]:
             axes_lens=[256, 32, 32],
         ),
     }
-
-
-def _chat_tokenizer() -> Any:
-    made = parts.tokenizer()
-    made.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
-    return made
 
 
 def _chroma() -> dict[str, Any]:

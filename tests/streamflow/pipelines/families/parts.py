@@ -33,6 +33,13 @@ def tokenizer(max_length: int = 16) -> Any:
     )
 
 
+def chat_tokenizer(max_length: int = 16) -> Any:
+    """The same, with a template that leaves of a chat what is said in it."""
+    made = tokenizer(max_length)
+    made.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    return made
+
+
 def clip_text(projection: bool = False, width: int = 32) -> Any:
     """A CLIP text encoder of ``width`` with two layers."""
     kind = transformers.CLIPTextModelWithProjection if projection else transformers.CLIPTextModel
