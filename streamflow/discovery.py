@@ -19,6 +19,8 @@ DECLARED_NAMES = ("_layerwise_offload_blocks_attrs", "_layerwise_offload_blocks_
 WHOLE_CLASSES_ATTRIBUTE = "_no_split_modules"
 #: A block list found by looking counts if it holds at least this share of the model's bytes.
 MIN_SHARE = 0.05
+#: Lists of whole classes are all the stacks if they hold at least this share together; some classes name few blocks.
+ENOUGH_SHARE = 0.8
 
 
 @attrs.frozen(eq=False)
@@ -35,7 +37,8 @@ def find_blocks(model: nn.Module, plan: OffloadPlan | None = None) -> tuple[Bloc
     """The blocks of ``model`` in expected execution order; a module that comes twice is one block.
 
     ``plan`` None: the model's own plan, else its declared attribute names, else its outermost module lists: those of
-    modules that its class says are not to be split, or, where there are none, those that hold a twentieth of its bytes.
+    modules that its class says are not to be split, and, where these hold less than four fifths of its bytes, also those
+    that hold a twentieth.
 
     :raises PlanError: if a path does not lead to a list of modules, if lists are nested in each other, or if nothing
         is found; it lists the block lists of the model.
@@ -79,7 +82,10 @@ def block_list_paths(model: nn.Module) -> list[str]:
 
 def _discovered_plan(model: nn.Module) -> OffloadPlan:
     lists = [(path, module) for path, module in _outermost_lists(model) if _could_be_a_stack(module)]
-    chosen = _of_whole_classes(model, lists) or _large(model, lists)
+    chosen = _of_whole_classes(model, lists)
+    if _share(model, [blocks for path, blocks in lists if path in chosen]) < ENOUGH_SHARE:
+        large = _large(model, lists)
+        chosen = tuple(path for path, _ in lists if path in chosen or path in large)
     if not chosen:
         raise PlanError(
             f"no block list was found in {type(model).__name__}: declare one with OffloadPlan(stacks=(...)); a stack "
@@ -96,8 +102,12 @@ def _of_whole_classes(model: nn.Module, lists: Iterable[tuple[str, nn.ModuleList
 
 
 def _large(model: nn.Module, lists: Iterable[tuple[str, nn.ModuleList]]) -> tuple[str, ...]:
-    total = _parameter_bytes([model])
-    return tuple(path for path, blocks in lists if _parameter_bytes(blocks) >= MIN_SHARE * total > 0)
+    return tuple(path for path, blocks in lists if _share(model, [blocks]) >= MIN_SHARE)
+
+
+def _share(model: nn.Module, parts: Iterable[nn.Module]) -> float:
+    """Of the model's bytes of parameters, what is in ``parts``; of nothing it is nothing."""
+    return _parameter_bytes(parts) / max(_parameter_bytes([model]), 1)
 
 
 def _outermost_lists(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.ModuleList]]:

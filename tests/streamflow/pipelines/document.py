@@ -11,8 +11,8 @@ ROOT = Path(__file__).resolve().parents[3]
 DOCUMENT = ROOT / "docs" / "pipelines.md"
 
 
-def table_row(family: Family, statistics: OffloadStatistics) -> str:
-    """The run as a line of the page's table."""
+def table_row(family: Family, statistics: OffloadStatistics, always_bytes: int) -> str:
+    """The run as a line of the page's table; ``always_bytes`` are what an accelerator has all the time besides."""
     streamed = [f"{s.name} ({s.num_blocks})" for s in statistics.components if s.behaviour == "streamed"]
     staged = [s.name for s in statistics.components if s.behaviour == "staged"]
     cells = (
@@ -22,6 +22,7 @@ def table_row(family: Family, statistics: OffloadStatistics) -> str:
         ", ".join(staged),
         f"{statistics.model_bytes:,}",
         f"{statistics.engine.device_peak_bytes:,}",
+        f"{always_bytes:,}",
     )
     return f"| {' | '.join(cells)} |"
 

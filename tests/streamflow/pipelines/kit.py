@@ -12,6 +12,7 @@ import torch
 import streamflow
 from streamflow import Offload, OffloadStatistics
 from streamflow.stages.devices.cpu import CpuDevice
+from tests.streamflow.devices import FarCpuDevice
 from tests.streamflow.kit import ModelState, aligned, aligned_reference, in_worker, sha256_of, streamflow_threads
 from tests.streamflow.pipelines.families.family import Family, modules_of
 
@@ -59,6 +60,12 @@ async def open_ready(
     assert vars(given.pipeline) == attributes
     for name, module in modules_of(given.pipeline).items():
         before[name].assert_unchanged(module)
+
+
+async def always_bytes(given: Ready) -> int:
+    """What an accelerator would have all the time beside the window: a host that is the device has it in place."""
+    async with streamflow.open_offload(given.pipeline, device=FarCpuDevice()) as offload:
+        return offload.statistics().fixed_bytes
 
 
 def check_memory(statistics: OffloadStatistics) -> None:

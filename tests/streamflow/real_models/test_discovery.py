@@ -45,6 +45,27 @@ def test_flux_has_two_stacks_of_unlike_blocks() -> None:
     assert kinds == ["FluxTransformerBlock"] * 3 + ["FluxSingleTransformerBlock"] * 5
 
 
+class PartlyNamed(Stack):
+    """As UNets have it: of the lists that hold its bytes, its class names the blocks of one."""
+
+    _no_split_modules = ("Mlp",)
+
+    def __init__(self, num_named: int, num_others: int) -> None:
+        super().__init__([Mlp() for _ in range(num_named)])
+        self.others = nn.ModuleList(nn.Sequential(Mlp()) for _ in range(num_others))
+        self.tiny = nn.ModuleList([nn.LayerNorm(1)])
+
+
+@pytest.mark.parametrize(
+    ("num_named", "num_others", "stacks"),
+    [(1, 4, {"blocks", "others"}), (3, 1, {"blocks", "others"}), (9, 1, {"blocks"}), (30, 1, {"blocks"})],
+)
+def test_where_a_class_names_few_of_its_blocks_the_other_large_lists_stream_too(
+    num_named: int, num_others: int, stacks: set[str]
+) -> None:
+    assert {block.stack for block in find_blocks(PartlyNamed(num_named, num_others))} == stacks
+
+
 class WithGap(Stack):
     """As decoders have it that leave a block out: a list with None where the block would be."""
 

@@ -1,4 +1,4 @@
-"""HunyuanVideo: a language model and CLIP, double and single blocks."""
+"""HunyuanVideo: a language model and CLIP, double and single blocks, a block that refines the prompt."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ HUNYUAN_VIDEO = Family(
         "num_frames": 5,
         "max_sequence_length": 16,
     },
-    streamed={"transformer": 5},
+    streamed={"transformer": 6},
     staged=("text_encoder", "text_encoder_2", "vae"),
     output="frames",
 )

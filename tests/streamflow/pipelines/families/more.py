@@ -206,7 +206,7 @@ MORE = (
         pipeline_class=diffusers.StableDiffusionXLPipeline,
         make=_sdxl,
         inputs={"negative_prompt": "", "height": 32, "width": 32},
-        streamed={"unet": 4},
+        streamed={"unet": 7},
         staged=("text_encoder", "text_encoder_2", "vae"),
     ),
     Family(
