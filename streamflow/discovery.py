@@ -37,8 +37,8 @@ def find_blocks(model: nn.Module, plan: OffloadPlan | None = None) -> tuple[Bloc
     """The blocks of ``model`` in expected execution order; a module that comes twice is one block.
 
     ``plan`` None: the model's own plan, else its declared attribute names, else its outermost module lists: those of
-    modules that its class says are not to be split, and, where these hold less than four fifths of its bytes, also those
-    that hold a twentieth.
+    modules that its class says are not to be split, and, where these hold less than four fifths of its bytes, also
+    those that hold a twentieth.
 
     :raises PlanError: if a path does not lead to a list of modules, if lists are nested in each other, or if nothing
         is found; it lists the block lists of the model.

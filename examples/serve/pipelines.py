@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
 import io
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -19,7 +21,7 @@ from serve.model import OnStep, Opened
 
 
 class PipelineModel:
-    """Draws what the prompt says. Each picture has a scheduler of its own, so that several can be drawn at once."""
+    """Draws what the prompt says. Several are drawn at once: all but the models is each picture's own."""
 
     def __init__(self, name: str, pipeline: Any) -> None:
         self.name = name
@@ -33,7 +35,7 @@ class PipelineModel:
             on_step(step + 1, inputs.num_steps)
             return values
 
-        (image,) = self._another_pipeline()(
+        (image,) = another_pipeline(self._pipeline)(
             prompt=inputs.prompt,
             num_inference_steps=inputs.num_steps,
             guidance_scale=inputs.guidance,
@@ -46,12 +48,16 @@ class PipelineModel:
         image.save(png, "PNG")
         return png.getvalue()
 
-    def _another_pipeline(self) -> Any:
-        """One over the same components, but for the scheduler, which keeps the state of its loop."""
-        scheduler = type(self._pipeline.scheduler).from_config(self._pipeline.scheduler.config)
-        another = type(self._pipeline)(**{**self._pipeline.components, "scheduler": scheduler})
-        another.set_progress_bar_config(disable=True)
-        return another
+
+def another_pipeline(pipeline: Any) -> Any:
+    """One over the same models, with all else of its own: scheduler and tokenizers keep state while they are used."""
+    known = inspect.signature(type(pipeline)).parameters
+    options = {name: value for name, value in pipeline.config.items() if name in known}
+    parts = pipeline.components
+    own = {name: copy.deepcopy(part) for name, part in parts.items() if not isinstance(part, torch.nn.Module)}
+    another = type(pipeline)(**{**options, **parts, **own})
+    another.set_progress_bar_config(disable=True)
+    return another
 
 
 @asynccontextmanager

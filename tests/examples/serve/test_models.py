@@ -14,11 +14,12 @@ from serve.digits import DigitModel, load_digits, open_digits
 from serve.errors import UnsuitableInputsError
 from serve.inputs import Inputs
 from serve.model import OpenModel, ServedModel
-from serve.pipelines import PipelineModel, open_pipeline
+from serve.pipelines import PipelineModel, another_pipeline, open_pipeline
 from tests.examples.serve.kit import PATH, Server, client_of, error_of, events_of, serving
 from tests.streamflow.kit import aligned_reference, in_worker
 from tests.streamflow.pipelines.families.family import modules_of
 from tests.streamflow.pipelines.families.flux import FLUX
+from tests.streamflow.pipelines.families.wan import WAN
 
 pytestmark = pytest.mark.anyio
 
@@ -72,6 +73,15 @@ async def test_a_pipeline_from_its_directory(tmp_path: Path) -> None:
     asked = [Inputs(prompt="a red fox", seed=seed, num_steps=1 + seed, width=32, height=32) for seed in (0, 1)]
     expected = {inputs: drawn(model, inputs) for inputs in asked}
     await check_served(lambda: open_pipeline(tmp_path / "small", torch.float32, CONFIG), expected)
+
+
+def test_a_picture_has_all_but_the_models_of_its_own() -> None:
+    """Also the options: without its boundary, a pipeline of two experts would use one of them."""
+    pipeline = WAN.build()
+    another = another_pipeline(pipeline)
+    assert another.config.boundary_ratio == pipeline.config.boundary_ratio is not None
+    shared = {name for name, part in another.components.items() if part is pipeline.components[name]}
+    assert shared == set(modules_of(pipeline))
 
 
 async def test_every_step_of_a_pipeline_is_told(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from tests.streamflow.kit import in_worker, sha256_of
 from tests.streamflow.pipelines.document import DOCUMENT, ROOT, documented_rows
 from tests.streamflow.pipelines.families.all import FAMILIES
 from tests.streamflow.pipelines.families.flux import FLUX
+from tests.streamflow.pipelines.families.wan import WAN
 from tests.streamflow.pipelines.kit import ready
 
 TEXT = DOCUMENT.read_text(encoding="utf-8")
@@ -68,7 +69,15 @@ def test_another_pipeline_over_the_same_components_generates_the_same() -> None:
     other.set_progress_bar_config(disable=True)
     assert other.transformer is given.pipeline.transformer
     assert other.scheduler is not given.pipeline.scheduler
+    assert other.tokenizer_2 is not given.pipeline.tokenizer_2
     assert sha256_of(in_worker(lambda: FLUX.generate(other))) == given.images[0]
+
+
+def test_another_pipeline_has_the_options_of_the_first() -> None:
+    """Without its boundary, a pipeline of two experts would use one of them."""
+    given = WAN.build()
+    other = definitions()["another"](given)
+    assert other.config.boundary_ratio == given.config.boundary_ratio is not None
 
 
 # The example

@@ -47,6 +47,10 @@ class Family:
             pipeline = self.pipeline_class(**self.make())
         for component in modules_of(pipeline).values():
             component.eval().requires_grad_(False)
+        return self.prepared(pipeline)
+
+    def prepared(self, pipeline: Any) -> Any:
+        """The same pipeline, as quiet and as small as this family's are."""
         pipeline.set_progress_bar_config(disable=True)
         for name, value in self.settings.items():
             setattr(pipeline, name, value)
