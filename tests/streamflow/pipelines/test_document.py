@@ -8,24 +8,41 @@ import runpy
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from click.testing import CliRunner, Result
-from diffusers import FluxPipeline
+from diffusers import FluxPipeline, UNet2DConditionModel
 
 import streamflow
+from streamflow.discovery import find_blocks
 from streamflow.pipelines.discovery import find_components
 from tests.streamflow.kit import in_worker, sha256_of
 from tests.streamflow.pipelines.document import DOCUMENT, ROOT, documented_rows
 from tests.streamflow.pipelines.families.all import FAMILIES
 from tests.streamflow.pipelines.families.flux import FLUX
 from tests.streamflow.pipelines.families.wan import WAN
-from tests.streamflow.pipelines.kit import ready
+from tests.streamflow.pipelines.kit import Ready, open_ready, ready
 
 TEXT = DOCUMENT.read_text(encoding="utf-8")
 EXAMPLE = ROOT / "examples" / "text_to_image.py"
+
+#: The published configuration, as far as sizes depend on it.
+SDXL_UNET: dict[str, Any] = {
+    "sample_size": 128,
+    "block_out_channels": (320, 640, 1280),
+    "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
+    "up_block_types": ("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
+    "attention_head_dim": (5, 10, 20),
+    "use_linear_projection": True,
+    "addition_embed_type": "text_time",
+    "addition_time_embed_dim": 256,
+    "transformer_layers_per_block": (1, 2, 10),
+    "projection_class_embeddings_input_dim": 2816,
+    "cross_attention_dim": 2048,
+}
 
 
 def definitions() -> dict[str, Any]:
@@ -61,6 +78,38 @@ def test_the_pages_plan_fits_the_pipeline_that_it_is_for() -> None:
         "transformer": "streamed",
         "vae": "staged",
     }
+
+
+async def window_bytes(given: Ready, plan: streamflow.OffloadPlan | None) -> int:
+    """What the window takes by ``plan``, with which the pipeline is exact."""
+    async with open_ready(given, {"plan": plan}) as offload:
+        await given.check(offload)
+        return offload.statistics().engine.window_bytes
+
+
+def test_the_pages_plan_for_a_unet_is_exact_in_a_smaller_window() -> None:
+    (family,) = (family for family in FAMILIES if "unet" in family.streamed)
+    given = ready(family)
+    plan = definitions()["unet_plan"](given.pipeline)
+    assert asyncio.run(window_bytes(given, plan)) < asyncio.run(window_bytes(given, None)) / 2
+
+
+def test_how_large_the_largest_blocks_of_a_unet_are() -> None:
+    with torch.device("meta"):
+        unet = UNet2DConditionModel(**SDXL_UNET)
+    plan = definitions()["unet_plan"](SimpleNamespace(unet=unet))
+    own = streamflow.OffloadPlan(stacks=[path.removeprefix("unet.") for path in plan.stacks])
+    counts = [unet.num_parameters(), num_parameters_of_largest(unet, None), num_parameters_of_largest(unet, own)]
+    said = re.search(
+        r"XL's ([\d.]+) billion parameters the largest has ([\d.]+),.*?the largest has ([\d.]+):", TEXT, re.DOTALL
+    )
+    assert said is not None
+    assert [f"{count / 1e9:.2f}" for count in counts] == list(said.groups())
+
+
+def num_parameters_of_largest(model: torch.nn.Module, plan: streamflow.OffloadPlan | None) -> int:
+    """Of the blocks that the plan finds."""
+    return max(sum(p.numel() for p in block.module.parameters()) for block in find_blocks(model, plan))
 
 
 def test_another_pipeline_over_the_same_components_generates_the_same() -> None:
