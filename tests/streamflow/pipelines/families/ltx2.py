@@ -109,6 +109,8 @@ LTX2 = Family(
         "num_frames": 5,
         "max_sequence_length": 16,
         "spatio_temporal_guidance_blocks": [1],
+        "modality_scale": 1.0,
+        "audio_modality_scale": 1.0,
     },
     streamed={"transformer": 4},
     staged=("text_encoder", "connectors", "vae", "audio_vae", "vocoder"),
