@@ -75,20 +75,23 @@ class _Job(Generic[Result]):
         self.finished.set()
 
 
-async def wait_through(event: LoopEvent) -> BaseException | None:
-    """Return once ``event`` is set, whatever comes meanwhile. For a caller that must not leave before a thread is done.
+async def wait_through(*events: LoopEvent) -> BaseException | None:
+    """Return once all ``events`` are set, whatever comes meanwhile. For a caller that must not leave before threads are
+    done.
 
-    A shield holds a scope's cancellation off. What goes through it (asyncio's ``task.cancel()``, and under trio an
-    interrupt) is absorbed; the most urgent of it is returned, for the caller to raise in the end: nobody else would.
+    A shield holds a scope's cancellation off. What goes through it (asyncio's ``task.cancel()``, and an interrupt) is
+    absorbed; the most urgent of it is returned, for the caller to raise in the end: nobody else would.
     """
     absorbed: BaseException | None = None
-    while not event.is_set():
+    while True:
         try:
-            with anyio.CancelScope(shield=True):
-                await event.wait()
+            for event in events:
+                while not event.is_set():
+                    with anyio.CancelScope(shield=True):
+                        await event.wait()
+            return absorbed
         except (anyio.get_cancelled_exc_class(), KeyboardInterrupt) as interruption:
             absorbed = interruption if absorbed is None else more_urgent(absorbed, interruption)
-    return absorbed
 
 
 def more_urgent(first: BaseException, then: BaseException | None) -> BaseException:

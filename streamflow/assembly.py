@@ -117,7 +117,7 @@ async def _open_bound(
         if joint is not None:
             await stack.enter_async_context(in_step(joint, engine, crew))
             choice = joint.describe(choice)
-        opened_workplace = _open_workplace(engine, device, residency, components, config, joint)
+        opened_workplace = _open_workplace(engine, device, crew, residency, components, config, joint)
         workplace = await stack.enter_async_context(opened_workplace)
         trace.attach(engine)
         interceptions = Interceptions(_interceptions(components, engine, device, workplace))
@@ -194,6 +194,7 @@ def _interceptions(
 async def _open_workplace(
     engine: Engine,
     device: Device,
+    crew: ThreadCrew,
     residency: Residency | None,
     components: Sequence[BoundComponent],
     config: OffloadConfig,
@@ -204,10 +205,12 @@ async def _open_workplace(
     def clean(place: Place) -> None:
         workplace.clean(place)
 
-    admission = Admission(engine.places, clean, config.max_waiting_requests)
+    doorkeeper = crew.start("streamflow doorkeeper")
+    admission = Admission(engine.places, clean, config.max_waiting_requests, doorkeeper)
     together = None if joint is None else joint.components_together
     workplace = Workplace(engine, device, admission, residency, gates, together)
     try:
         yield workplace
     finally:
+        admission.cut()  # first: an interrupt at the beginning of the next call would leave the places' threads there
         await admission.close()

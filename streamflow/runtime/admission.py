@@ -2,7 +2,8 @@
 
 A place is occupied by its own thread and by nobody else, so no caller can lose one, wherever an exception meets it: a
 cancellation while it waits, an interrupt between two of its instructions. All that callers do is to put themselves into
-the queue, and to say that they go.
+the queue, and to say that they go, or that admission ends. To say so is a single call into C, which happens or does
+not; what follows from it is done by the doorkeeper's thread, where no signal handler runs.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ from streamflow.stages.errors import EngineClosedError
 from streamflow.stages.places import Place
 from streamflow.stages.ranks.signature import WaveNeed
 from streamflow.stages.signals import LoopEvent
-from streamflow.stages.threads import more_urgent, wait_through
+from streamflow.stages.threads import WorkerThread, more_urgent, wait_through
 
 
 class Occupant(Protocol):
     """What occupies a place. A place's thread calls `serve`, once, and then `over`; where admission is closed first,
-    `refuse` and `over` are called. After `Admission.leave` came in time, nothing is.
+    `refuse` and `over` are called. After `Admission.leave` came in time, only `over` is.
     """
 
     def serve(self, place: Place) -> None:
@@ -39,7 +40,7 @@ class Occupant(Protocol):
         """Take note that admission is closed."""
 
     def over(self) -> None:
-        """Tell the caller, now that the place is free again."""
+        """Tell the caller: it has no place and waits for none, now and from here on."""
 
 
 @attrs.define(eq=False)
@@ -82,10 +83,19 @@ class Occupancy:
 class Admission:
     """Lets the places' threads serve occupants until `close`. ``clean`` runs in them after each; it must not fail.
 
-    No more than ``max_waiting`` occupants wait while all places are occupied.
+    No more than ``max_waiting`` occupants wait while all places are occupied. ``doorkeeper`` is a thread for admission
+    alone, until `cut`.
     """
 
-    def __init__(self, places: Sequence[Place], clean: Callable[[Place], None], max_waiting: int) -> None:
+    def __init__(
+        self, places: Sequence[Place], clean: Callable[[Place], None], max_waiting: int, doorkeeper: WorkerThread
+    ) -> None:
+        goings: queue.SimpleQueue[Turn | None] = queue.SimpleQueue()
+        #: Give a turn up: withdraw the occupant if it still waits, else stop its forward (and no other one) at the next
+        #: block boundary. Soon, and `Occupant.over` tells when. A single call into C. From any thread. Idempotent.
+        self.leave: Callable[[Turn], None] = goings.put
+        #: Admit nobody from here on, refuse those who wait and stop those who run; the same in every other respect.
+        self.cut: Callable[[], None] = partial(goings.put, None)
         self._clean = clean
         self._max_waiting = max_waiting
         self._numbers = itertools.count()
@@ -98,6 +108,7 @@ class Admission:
         self._ended = {place.index: LoopEvent() for place in places}
         for place in places:
             place.thread.submit(partial(self._work, place))
+        doorkeeper.submit(partial(self._keep_door, goings))
 
     @property
     def num_running(self) -> int:
@@ -137,8 +148,10 @@ class Admission:
             with self._lock:
                 self._check_room()
                 insort(self._waiting, turn, key=lambda other: other.rank)
-        finally:
-            self._wake()  # also when interrupted: a turn that waits unseen would hold up the next
+            self._wake()
+        except BaseException:
+            self.leave(turn)  # interrupted, perhaps with the turn in the queue: the caller knows nothing of it
+            raise
         return turn
 
     def _check_room(self) -> None:
@@ -153,39 +166,24 @@ class Admission:
         waiting = list(self._waiting)
         return waiting.index(turn) if turn in waiting else None
 
-    def leave(self, turn: Turn) -> bool:
-        """Give the turn up: withdraw the occupant if it still waits, else stop its forward (and no other one) at the
-        next block boundary. Returns whether it waited.
-        """
-        with self._lock:
-            if turn.waits:
-                turn.waits, turn.withdrawn = False, True
-                self._waiting.remove(turn)
-                return True
-            if turn.place is not None:
-                turn.stopped_at = turn.stopped_at or time.monotonic()
-                turn.place.mailbox.stop()
-            return False
-
     async def close(self, grace_s: float = 0.0) -> None:
-        """Admit nobody from here on, serve those who run and wait for ``grace_s`` seconds at most, then refuse those
-        who wait and stop those who run; return once every place is free. Idempotent.
+        """Admit nobody from here on, serve those who run and wait for ``grace_s`` seconds at most, then `cut`; return
+        once every place is free. Idempotent.
 
-        A cancellation ends the time of grace; it, and what else interrupts the wait, is raised after all that.
+        A cancellation ends the time of grace; it, and what else interrupts the wait, is raised after all that. Only an
+        interrupt at the one moment when nothing absorbs it comes out at once.
         """
-        with self._lock:
-            self._closed = True
-        self._wake()
         absorbed: BaseException | None = None
         try:
+            self._closed = True
+            self._wake()
             with anyio.move_on_after(grace_s):
                 await self._all_ended()
         except BaseException as interruption:
             absorbed = interruption
-        self._cut()
-        for ended in self._ended.values():
-            another = await wait_through(ended)
-            absorbed = another if absorbed is None else more_urgent(absorbed, another)
+        self.cut()
+        another = await wait_through(*self._ended.values())
+        absorbed = another if absorbed is None else more_urgent(absorbed, another)
         if absorbed is not None:
             raise absorbed
 
@@ -193,18 +191,42 @@ class Admission:
         for ended in self._ended.values():
             await ended.wait()
 
-    def _cut(self) -> None:
+    # In the doorkeeper's thread
+
+    def _keep_door(self, goings: queue.SimpleQueue[Turn | None]) -> None:
+        while (turn := goings.get()) is not None:
+            self._see_off(turn)
+            del turn  # see `_work`
+        self._refuse_and_stop()
+
+    def _see_off(self, turn: Turn) -> None:
         with self._lock:
-            refused = [turn for turn in self._waiting if turn.waits]
-            self._waiting.clear()
+            waited = turn in self._waiting
+            if waited:
+                self._waiting.remove(turn)
+                turn.waits, turn.withdrawn = False, True
+            else:
+                self._stop(turn)
+        if waited:
+            turn.occupant.over()
+
+    def _stop(self, turn: Turn) -> None:
+        if turn.place is not None:
+            turn.stopped_at = turn.stopped_at or time.monotonic()
+            turn.place.mailbox.stop()
+
+    def _refuse_and_stop(self) -> None:
+        with self._lock:
+            self._closed = True
+            refused, self._waiting = self._waiting, []
             for turn in refused:
                 turn.waits = False
-            running = tuple(self._running.values())
+            for turn in self._running.values():
+                self._stop(turn)
+        self._wake()
         for turn in refused:
             turn.occupant.refuse()
             turn.occupant.over()
-        for turn in running:
-            self.leave(turn)
 
     # In the places' threads
 

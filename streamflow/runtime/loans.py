@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from streamflow.runtime.admission import Admission
+from streamflow.runtime.admission import Admission, Turn
 from streamflow.stages.errors import EngineClosedError
 from streamflow.stages.places import Place
 from streamflow.stages.signals import ThreadEvent
@@ -20,6 +20,7 @@ class Loan:
         self._granted = ThreadEvent()
         self._returned = ThreadEvent()
         self._over = ThreadEvent()
+        self._turn: Turn | None = None
         self._place: Place | None = None
         self.give_back = self._returned.set
 
@@ -29,7 +30,7 @@ class Loan:
         :raises EngineClosedError: if the offload is closed, or is closed meanwhile.
         :raises OverloadedError: if as many wait as may.
         """
-        turn = admission.enter(self)
+        self._turn = turn = admission.enter(self)
         try:
             self._granted.wait_blocking()
         except BaseException:
@@ -51,6 +52,6 @@ class Loan:
         self._over.set()
 
     def wait_over(self) -> None:
-        """Block the calling thread, which got the place and gave it back, until the place is free for the next."""
-        if self._place is not None:
+        """Block the calling thread, which has called `give_back`, until it has no place and waits for none."""
+        if self._turn is not None:
             self._over.wait_blocking()

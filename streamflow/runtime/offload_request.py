@@ -103,7 +103,11 @@ class OffloadRequest:
             wave=self.wave,
             exclusive=shared_state_of(partial(work, *args, **kwargs)),
         )
-        with anyio.move_on_after(self.deadline_s):
-            return await request.wait(self._admission, turn)
+        try:
+            with anyio.move_on_after(self.deadline_s):
+                return await request.wait(self._admission, turn)
+        except BaseException:
+            self._admission.leave(turn)  # also of an interrupt that comes before `wait` could do so
+            raise
         phase = "waiting" if turn.withdrawn else "running"
         raise DeadlineExceededError(self.request_id, self.deadline_s or 0.0, phase)

@@ -41,7 +41,8 @@ class Request(Generic[Result]):
         try:
             await self._finished.wait()
         except BaseException as interruption:
-            absorbed = None if admission.leave(turn) else await wait_through(self._finished)
+            admission.leave(turn)
+            absorbed = await wait_through(self._finished)
             self._result = Future()  # nobody wants it any more; see `_take_result`
             raise more_urgent(interruption, absorbed) from None
         try:

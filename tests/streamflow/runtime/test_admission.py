@@ -141,12 +141,11 @@ async def test_a_cancellation_just_after_the_forward_ended_does_not_stop_the_nex
     """The place is free, and perhaps somebody else's, when the caller gives its turn up."""
     subject = make_subject()
     gave_up = threading.Event()
-    clean, leave = Engine.end_request, Admission.leave
+    clean, see_off = Engine.end_request, Admission._see_off
 
-    def leave_and_tell(admission: Admission, turn: Turn) -> bool:
-        waited = leave(admission, turn)
+    def see_off_and_tell(admission: Admission, turn: Turn) -> None:
+        see_off(admission, turn)
         gave_up.set()
-        return waited
 
     async with streamflow.open_offload(subject.model, ONE_AT_A_TIME) as offload:
         with anyio.CancelScope() as scope:
@@ -158,7 +157,7 @@ async def test_a_cancellation_just_after_the_forward_ended_does_not_stop_the_nex
                 wait_for(gave_up)
 
             with monkeypatch.context() as patch:
-                patch.setattr(Admission, "leave", leave_and_tell)
+                patch.setattr(Admission, "_see_off", see_off_and_tell)
                 patch.setattr(offload._admission, "_clean", partial(clean_and_cancel, offload._engine))
                 await offload.run(subject.forward)
         assert scope.cancelled_caught
