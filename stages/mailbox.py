@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 from streamflow.stages.devices.base import Event
 from streamflow.stages.errors import EngineBrokenError, EngineClosedError, StopForward
@@ -15,9 +16,10 @@ Answer = tuple[Event, ...] | BaseException
 class Mailbox:
     """Block-ready messages from the loop to one compute thread.
 
-    The thread calls `begin`, `take`, `ask`, `wait`, `check`, `draw_ticket` and `wait_for_answer`; the loop calls
-    `post`, `refuse` and `answer`; anyone calls `stop`, `break_off` and `close`. Every wait ends by ready, refused,
-    answered, stop, broken or closed. It holds at most one message for each slot of the window, and one answer.
+    The thread calls `begin`, `take`, `ask`, `wait`, `check`, `draw_ticket`, `wait_for_answer` and `wait_until`; the
+    loop calls `post`, `refuse` and `answer`; anyone calls `ring`, `stop`, `break_off` and `close`. Every wait ends by
+    ready, refused, answered, rung, stop, broken or closed. It holds at most one message for each slot of the window,
+    and one answer.
     """
 
     def __init__(self) -> None:
@@ -125,6 +127,22 @@ class Mailbox:
             if answer is not None:
                 return answer
             self._bell.acquire()
+
+    def wait_until(self, is_so: Callable[[], bool]) -> None:
+        """Block the thread until ``is_so()``, which is asked now and after each `ring`.
+
+        :raises StopForward: if the request is stopped.
+        :raises EngineBrokenError: if the engine failed.
+        :raises EngineClosedError: if the engine is closed.
+        """
+        while not is_so():
+            self.check()
+            self._bell.acquire()
+
+    def ring(self) -> None:
+        """Let the thread, if it waits in `wait_until`, ask again."""
+        with self._lock:
+            self._ring()
 
     def check(self) -> None:
         """Return if the thread may go on.

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import attrs
 from torch import nn
 
 from streamflow.binding.module_state import Snapshot, Stateful
+from streamflow.stages.mailbox import Mailbox
 
 #: Forwards that are watched: the first may fill caches that are then only read.
 NUM_WATCHED = 2
-#: How often a thread that has to wait looks whether it may go on, or must stop, in seconds.
-_POLL_S = 0.005
 
 
 @attrs.frozen(eq=False)
@@ -30,30 +28,56 @@ class ComponentGate:
 
 class Holding:
     """Which request holds gates: one at a time, as many as it needs. Were they held by several, these could wait for
-    each other's.
+    each other's. Those who wait get them in the order in which they came.
+
+    What an interrupt tears here, `leave` mends: every request calls it in the end, for each gate.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._holder: int | None = None
         self._gates: set[int] = set()
+        self._waiting: dict[int, Mailbox] = {}  # by thread, in their order
 
-    def take(self, gate: StateGate) -> bool:
-        """Whether the calling thread's request holds ``gate`` from now on, or did before."""
+    def take(self, gate: StateGate, mailbox: Mailbox) -> bool:
+        """Whether the calling thread's request holds ``gate`` from now on, or did before. Else it waits from now on,
+        and ``mailbox`` is rung whenever it is worth another try.
+        """
+        me = threading.get_ident()
         with self._lock:
-            if self._holder not in (None, threading.get_ident()):
-                return False
-            self._holder = threading.get_ident()
+            if self._holder != me:
+                self._waiting.setdefault(me, mailbox)
+                if self._holder is not None or next(iter(self._waiting)) != me:
+                    return False
+                self._holder = me
+                del self._waiting[me]
             self._gates.add(id(gate))
             return True
 
-    def leave(self, gate: StateGate) -> None:
-        """The calling thread's request does not hold ``gate`` any more. Idempotent."""
+    def stop_waiting(self) -> None:
+        """The calling thread waits no more. Idempotent."""
         with self._lock:
-            if self._holder == threading.get_ident():
+            if self._waiting.pop(threading.get_ident(), None) is None:
+                return
+        self._ring()
+
+    def leave(self, gate: StateGate) -> None:
+        """The calling thread's request does not hold ``gate`` any more, nor wait for one. Idempotent."""
+        me = threading.get_ident()
+        with self._lock:
+            self._waiting.pop(me, None)
+            if self._holder == me:
                 self._gates.discard(id(gate))
                 if not self._gates:
                     self._holder = None
+        self._ring()  # in any case: an earlier call may have been interrupted before it
+
+    def _ring(self) -> None:
+        # all of them: the gate may be open now, and those who wait are no more than there are places
+        with self._lock:
+            waiting = tuple(self._waiting.values())
+        for mailbox in waiting:
+            mailbox.ring()
 
 
 class StateGate:
@@ -86,27 +110,30 @@ class StateGate:
         return not self.stateful and self._num_watched >= NUM_WATCHED
 
     @contextmanager
-    def forward(self, check: Callable[[], object]) -> Iterator[bool]:
-        """A forward, in the thread of its request; first it waits for its turn, which lasts until `leave`. ``check``
-        raises if it must not wait any more. Gives whether nobody else may be in the model meanwhile.
+    def forward(self, mailbox: Mailbox) -> Iterator[bool]:
+        """A forward, in the thread of its request, whose place has ``mailbox``; first `enter` waits for its turn, which
+        lasts until `leave`. Gives whether nobody else may be in the model meanwhile.
         """
         if self.is_open:
             yield False
             return
-        self.enter(check)
+        self.enter(mailbox)
         before = Snapshot(self._model, self._ignored) if self._num_watched < NUM_WATCHED else None
         yield True
         if before is not None:
             self._judge(before)
 
-    def enter(self, check: Callable[[], object]) -> None:
-        """Wait for the turn of the calling thread's request, ahead of its forwards."""
-        while not self._take():
-            check()
-            time.sleep(_POLL_S)
+    def enter(self, mailbox: Mailbox) -> None:
+        """Wait for the turn of the calling thread's request, ahead of its forwards.
 
-    def _take(self) -> bool:
-        return self.is_open or self._holding.take(self)
+        :raises StopForward: if the request is stopped.
+        :raises EngineBrokenError: if the engine failed.
+        :raises EngineClosedError: if the engine is closed.
+        """
+        try:
+            mailbox.wait_until(lambda: self.is_open or self._holding.take(self, mailbox))
+        finally:
+            self._holding.stop_waiting()
 
     def _judge(self, before: Snapshot) -> None:
         if self._num_watched + 1 == NUM_WATCHED:

@@ -150,7 +150,7 @@ class Workplace:
                     self._let_go(place, earlier)
             # first the gate, then the device: who waits for the one holds nothing of the other
             self._enter_together(place, component)
-            with self._gates[component].gate.forward(place.mailbox.check) as alone:
+            with self._gates[component].gate.forward(place.mailbox) as alone:
                 if component not in held:
                     self._hold(place, component, keep)
                 return work(place, alone)
@@ -169,7 +169,7 @@ class Workplace:
         if component in together:
             for name in together:
                 if name in self._gates and self._gates[name].lasts:
-                    self._gates[name].gate.enter(place.mailbox.check)
+                    self._gates[name].gate.enter(place.mailbox)
 
     def _hold(self, place: Place, component: str, keep: bool) -> None:
         if self._residency is not None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import anyio
@@ -15,10 +14,11 @@ from torch import nn
 
 import streamflow
 from streamflow.errors import GradientError, LoopThreadError, RefusedWhileAttachedError, WeightsChangedError
-from streamflow.runtime import state_gate
+from streamflow.runtime.state_gate import Holding, StateGate
 from streamflow.stages.devices.cpu import CpuDevice
 from streamflow.stages.errors import DeviceMemoryError
 from streamflow.stages.events import CacheDecided, ComponentArrived, ComponentFailed, ComponentLeft
+from streamflow.stages.mailbox import Mailbox
 from streamflow.stages.retention import Reason
 from tests.streamflow.kit import ModelState, in_worker, sha256_of
 from tests.streamflow.pipelines.masters import in_read_only_memory
@@ -390,11 +390,13 @@ async def test_requests_use_stateful_components_in_opposite_orders(monkeypatch: 
     """Each keeps those that it has used until it ends, and must not wait for the other's meanwhile."""
     pipeline, done = toy_pipeline(experts=2), list[str]()
     first_is_in, second_goes_on = threading.Event(), threading.Event()
-    pause = threading.Event()
+    take = Holding.take
 
-    def tell_and_pause(seconds: float) -> None:
-        second_goes_on.set()  # it waits for the first one
-        pause.wait(seconds)
+    def take_or_tell(holding: Holding, gate: StateGate, mailbox: Mailbox) -> bool:
+        taken = take(holding, gate, mailbox)
+        if not taken:
+            second_goes_on.set()  # it waits for the first one
+        return taken
 
     def use(name: str) -> None:
         pipeline.components[name](torch.ones(2, WIDTH), torch.ones(2, WIDTH))
@@ -412,7 +414,7 @@ async def test_requests_use_stateful_components_in_opposite_orders(monkeypatch: 
         use("transformer")
         done.append("second")
 
-    monkeypatch.setattr(state_gate, "time", SimpleNamespace(sleep=tell_and_pause))
+    monkeypatch.setattr(Holding, "take", take_or_tell)
     options = {"stateful_modules": ("transformer", "transformer_2"), "max_running_requests": 2}
     with torch.no_grad(), anyio.fail_after(20):
         async with (

@@ -18,10 +18,11 @@ pytestmark = [pytest.mark.timeout(110), pytest.mark.slow]
 OPTIONS: list[dict[str, Any]] = [
     {"poison_freed_slots": True},
     {"transfer": "staged", "packing_threads": 1, "window_blocks": 1, "resident_blocks": 1},
+    {"stateful_modules": ("blocks.1",)},
 ]
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=["direct", "staged-one-slot"])
+@pytest.mark.parametrize("options", OPTIONS, ids=["direct", "staged-one-slot", "with-state"])
 def test_a_forward_interrupted_anywhere_leaves_the_next_exact(options: dict[str, Any]) -> None:
     subject = make_subject(num_blocks=3)
     device = CpuDevice()

@@ -16,7 +16,7 @@ import streamflow
 from streamflow.errors import ConfigurationError, RefusedWhileAttachedError
 from tests.streamflow.kit import aligned_reference, in_worker, sha256_of
 from tests.streamflow.models import WIDTH, Mlp, Stack, seeded
-from tests.streamflow.runtime.kit import PATIENCE_S
+from tests.streamflow.runtime.kit import PATIENCE_S, until, until_so
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(90)]
 
@@ -208,6 +208,40 @@ async def test_a_request_that_waits_for_the_model_can_be_cancelled() -> None:
             assert scope.cancelled_caught
             let_go.set()
         await offload.run(sample, model, 1.0, 1)
+
+
+async def test_requests_get_the_model_in_the_order_in_which_they_came_to_it() -> None:
+    """One that gives up holds up nobody."""
+    model = seeded(lambda: Stack([Mlp(), Mlp()]))
+    holding, let_go, order = threading.Event(), threading.Event(), list[int]()
+
+    def hold() -> None:
+        sample(model, 1.0, 1)
+        holding.set()
+        assert let_go.wait(PATIENCE_S)
+
+    def come(number: int) -> None:
+        sample(model, 1.0, 1)
+        order.append(number)
+
+    async def give_up(number: int) -> None:
+        with scope:
+            await offload.run(come, number)
+
+    scope = anyio.CancelScope()
+    options = {"stateful_modules": ("blocks.1",), "max_running_requests": 6}
+    async with streamflow.open_offload(model, options) as offload:
+        (gate,) = (component.gate for component in offload._workplace._gates.values())
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(offload.run, hold)
+            await until(holding)
+            for number, start in enumerate([offload.run] * 2 + [give_up] + [offload.run] * 2):
+                tasks.start_soon(start, *((number,) if start is give_up else (come, number)))
+                await until_so(lambda number=number: len(gate._holding._waiting) == number + 1)  # type: ignore[misc]
+            scope.cancel()
+            await until_so(lambda: len(gate._holding._waiting) == 4)
+            let_go.set()
+        assert order == [0, 1, 3, 4]
 
 
 class Caching(Stack):
