@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import mmap
+import os
 from collections.abc import Iterable, Iterator, Mapping
 
 import torch
@@ -20,8 +21,11 @@ from streamflow.stages.images import view_of
 from streamflow.stages.layout import ImageLayout
 from streamflow.store.errors import disk_errors
 from streamflow.store.lease import Lease
+from streamflow.weights.file_mapping import address_of
 
-_MAP_NORESERVE = 0x4000  # Linux; the module has no name for it in every version of Python
+# Linux; the module has no name for them in every version of Python
+_MAP_NORESERVE = 0x4000
+_MAP_FIXED = 0x10
 
 
 def remap(inventory: Inventory, ownership: Ownership, lease: Lease) -> None:
@@ -69,9 +73,24 @@ def views_of_image(layout: ImageLayout, memory: memoryview) -> Iterator[tuple[st
 
 
 def private_mapping(fd: int) -> memoryview:
-    """All of a file, mapped copy-on-write for as long as anything holds the memory; the descriptor may be closed.
+    """All of a file, mapped copy-on-write for as long as anything holds the memory; the descriptor may be closed, and
+    no other one is kept.
 
     :raises OSError: if it cannot be mapped.
     """
-    flags = mmap.MAP_PRIVATE | _MAP_NORESERVE
-    return memoryview(mmap.mmap(fd, 0, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE))
+    nbytes = os.fstat(fd).st_size
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+    pages = mmap.mmap(-1, nbytes, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+    # Python's mapping of a file keeps a duplicate of the descriptor; so the file takes the place of memory without one
+    _map_at(address_of(pages), nbytes, fd)
+    return memoryview(pages)
+
+
+def _map_at(address: int, nbytes: int, fd: int) -> None:
+    libc_mmap = ctypes.CDLL(None, use_errno=True).mmap
+    libc_mmap.restype = ctypes.c_void_p
+    libc_mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_int64)
+    prot, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | _MAP_NORESERVE | _MAP_FIXED
+    if libc_mmap(address, nbytes, prot, flags, fd, 0) != address:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))

@@ -51,7 +51,8 @@ class SharedImages:
     private: memoryview
 
     def close(self) -> None:
-        """Unmap and close; what shows the private mapping goes on showing it. Idempotent.
+        """Unmap and close: no descriptor of the copy is left here. What shows the private mapping goes on showing it,
+        and is all that keeps it. Idempotent.
 
         :raises CheckpointInUseError: if views of the mapping are alive.
         """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import gc
 import hashlib
+import os
 import weakref
 from pathlib import Path
 
@@ -115,3 +116,29 @@ async def test_where_nothing_can_be_mapped_the_model_keeps_its_copies(
         await compare(offload, model, CASE.calls, expected)
         report = report_of(offload)
     assert (report.outcome, report.code) == (StoreOutcome.CANONICAL_FALLBACK, StoreCode.OPERATION_FAILED)
+
+
+def test_a_private_mapping_outlives_the_descriptor_and_keeps_none(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    content = os.urandom(10_001)
+    path.write_bytes(content)
+    before = len(os.listdir("/proc/self/fd"))
+    with path.open("rb") as file:
+        memory = remapping.private_mapping(file.fileno())
+    assert len(os.listdir("/proc/self/fd")) == before
+    memory[0] ^= 255
+    assert (memory[1:], path.read_bytes()) == (content[1:], content)
+    part = memory[:1]
+    memory.release()
+    assert part[0] == content[0] ^ 255
+    assert str(path) in Path("/proc/self/maps").read_text()
+    part.release()
+    assert str(path) not in Path("/proc/self/maps").read_text()
+
+
+def test_a_file_that_cannot_be_mapped_is_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    with path.open("wb") as file:
+        file.truncate(5000)
+        with pytest.raises(PermissionError):
+            remapping.private_mapping(file.fileno())

@@ -78,19 +78,28 @@ def raise_first(outcomes: list[Any]) -> list[Any]:
 
 def copies_left() -> list[str]:
     """Everything by which this process still holds a shared copy: descriptors and mappings."""
-    left = _copies_held()
+    left = descriptors_held() + mappings_held()
     if left:
         gc.collect()  # slow, and nothing may need it
-        left = _copies_held()
+        left = descriptors_held() + mappings_held()
     return left
 
 
-def _copies_held() -> list[str]:
+def descriptors_held() -> list[str]:
+    """What the descriptors of shared copies that this process has are of."""
     found = []
     for fd in os.listdir("/proc/self/fd"):
         with suppress(FileNotFoundError):
             found.append(os.readlink(f"/proc/self/fd/{fd}"))
-    found += Path("/proc/self/maps").read_text().splitlines()
+    return _of_copies(found)
+
+
+def mappings_held() -> list[str]:
+    """The mappings of shared copies that this process has."""
+    return _of_copies(Path("/proc/self/maps").read_text().splitlines())
+
+
+def _of_copies(found: list[str]) -> list[str]:
     return [line for line in found if "memfd:streamflow" in line]
 
 

@@ -5,17 +5,19 @@ from __future__ import annotations
 import gc
 import mmap
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from streamflow.stages.devices.cpu import CpuDevice
 from tests.streamflow.devices import RegisteringDevice
 from tests.streamflow.kit import ModelState, check_statistics, compare, resident_digests, run_calls, sha256_of
 from tests.streamflow.models import CALLS, CASES, Case, mlp_stack
 from tests.streamflow.ranks.agreeing import AgreeingRank, AgreeingRanks, on_ranks
-from tests.streamflow.ranks.kit import opened, raise_first
+from tests.streamflow.ranks.kit import descriptors_held, mappings_held, opened, raise_first
 
 pytestmark = pytest.mark.anyio
 
@@ -116,3 +118,32 @@ async def test_where_one_rank_cannot_register_all_stage_from_the_shared_copy(fai
         assert statistics.choice.transfer_reason.startswith("rank 1: ")
         assert statistics.registration.registered_bytes == 0, rank
     assert [device.script.registered for device in devices] == [{}] * 3
+
+
+@pytest.mark.parametrize("make_device", [CpuDevice, RegisteringDevice], ids=["read", "registered"])
+async def test_no_descriptor_is_left_when_it_has_closed(make_device: Callable[[], CpuDevice]) -> None:
+    """At once, not when the collector comes by; the tensors go on showing the copy, which goes with them."""
+    ranks = AgreeingRanks(2)
+
+    async def work(rank: AgreeingRank) -> nn.Module:
+        model = CASE.build()
+        async with opened(model, rank, {}, make_device()) as (offload, _):
+            await offload.run(run_calls, model, CASE.calls)
+            await rank.agree("all have seen that it is open", None)
+            assert descriptors_held()
+        await rank.agree("all have closed", None)
+        return model
+
+    gc.collect()
+    gc.disable()
+    try:
+        models = raise_first(await on_ranks(ranks, work))
+        assert descriptors_held() == []
+        assert len(mappings_held()) == 2
+        expected = sha256_of(list(CASE.build().parameters()))
+        assert [sha256_of(list(model.parameters())) for model in models] == [expected] * 2
+        models.clear()
+        gc.collect()
+        assert mappings_held() == []
+    finally:
+        gc.enable()
