@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import enum
 import hashlib
-import json
 import os
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import attrs
+
+from streamflow.canonical_json import canonical_json
 
 
 class NotPlainError(TypeError):
@@ -36,7 +38,7 @@ def plain(value: Any, path: str) -> Any:
     if isinstance(value, list | tuple):
         return [plain(item, f"{path}[{index}]") for index, item in enumerate(value)]
     if isinstance(value, set | frozenset):
-        return sorted((plain(item, path) for item in value), key=canonical_json)
+        return sorted((plain(item, path) for item in value), key=partial(canonical_json, infinities=True))
     if attrs.has(type(value)):
         return plain(attrs.asdict(value, recurse=False), path)
     if type(value).__module__ == "torch" and type(value).__name__ in ("dtype", "device"):
@@ -44,11 +46,6 @@ def plain(value: Any, path: str) -> Any:
     raise NotPlainError(path, value)
 
 
-def canonical_json(value: Any) -> str:
-    """JSON of plain values in which every value has one form."""
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
-
-
 def digest_of(value: Any) -> str:
     """SHA-256, in hex, of plain values."""
-    return hashlib.sha256(canonical_json(value).encode("ascii")).hexdigest()
+    return hashlib.sha256(canonical_json(value, infinities=True)).hexdigest()

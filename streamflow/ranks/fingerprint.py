@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from streamflow._version import __version__
+from streamflow.canonical_json import canonical_json
 from streamflow.config import OffloadConfig
-from streamflow.host_weights.plain_values import canonical_json, plain
+from streamflow.host_weights.plain_values import plain
 
 #: Options that decide which blocks stream, in which order and waves, and from where.
 EQUAL = (
@@ -85,5 +86,5 @@ def _flat(values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
             yield f"{prefix}{name}", value
 
 
-def _text(values: Mapping[str, Any], name: str) -> str | None:
-    return canonical_json(values[name]) if name in values else None
+def _text(values: Mapping[str, Any], name: str) -> bytes | None:
+    return canonical_json(values[name], infinities=True) if name in values else None

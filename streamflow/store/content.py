@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+from streamflow.canonical_json import canonical_json
 from streamflow.store.draft import StoredImage, StoredTensor
 
 #: Part of every content id: another meaning of the ownership below has to give other ids.
 _SCHEME = "streamflow content 1"
-
-
-def canonical_json(value: Mapping[str, Any]) -> bytes:
-    """The one way in which ``value`` is written: ASCII, keys sorted, no spaces."""
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode("ascii")
 
 
 def content_id_of(images: Sequence[StoredImage], digests: Sequence[str]) -> str:

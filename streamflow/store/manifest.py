@@ -7,7 +7,8 @@ from typing import Any
 
 import attrs
 
-from streamflow.store.content import canonical_json, content_id_of, file_digest, image_fields, sha256, tensor_fields
+from streamflow.canonical_json import canonical_json
+from streamflow.store.content import content_id_of, file_digest, image_fields, sha256, tensor_fields
 from streamflow.store.draft import JSON, StoredImage
 from streamflow.store.packing import EntryPlan, ImagePlace
 from streamflow.store.stored_form import stored_form

@@ -11,7 +11,8 @@ from typing import Any, TypeVar, get_args
 
 import attrs
 
-from streamflow.store.content import canonical_json, content_id_of, file_digest, sha256
+from streamflow.canonical_json import canonical_json
+from streamflow.store.content import content_id_of, file_digest, sha256
 from streamflow.store.draft import ImageRole, StoredImage, StoredTensor, TensorKind
 from streamflow.store.draft_rules import check_images
 from streamflow.store.errors import DraftError, UnsupportedTensorError

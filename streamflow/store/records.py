@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from streamflow.store.content import canonical_json
+from streamflow.canonical_json import canonical_json
 from streamflow.store.descriptors import open_descriptor
 from streamflow.store.root import StoreRoot
 from streamflow.store.temporaries import write_file

@@ -8,7 +8,7 @@ from contextlib import suppress
 
 import attrs
 
-from streamflow.store.content import canonical_json
+from streamflow.canonical_json import canonical_json
 from streamflow.store.descriptors import Descriptor, open_descriptor
 from streamflow.store.errors import LockFailedError, RootRefusedError, StoreFormatError
 from streamflow.store.files import FileOperations

@@ -11,7 +11,8 @@ from typing import get_args
 
 import pytest
 
-from streamflow.store.content import canonical_json, sha256
+from streamflow.canonical_json import canonical_json
+from streamflow.store.content import sha256
 from streamflow.store.damage import DETECTION, Damage
 from streamflow.store.errors import EntryRejectedError, StoreCode, StoreOperationError
 from streamflow.store.options import Verification

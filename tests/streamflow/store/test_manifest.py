@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from streamflow.store.content import canonical_json, sha256
+from streamflow.canonical_json import canonical_json
+from streamflow.store.content import sha256
 from streamflow.store.manifest import make_manifest, manifest_bytes, manifest_fields
 from streamflow.store.manifest_parsing import parse_manifest
 from streamflow.store.manifest_values import ManifestError
