@@ -103,7 +103,7 @@ class Engine:
     ) -> None:
         self.places = tuple(places)
         #: Called on the loop once the engine has failed.
-        self.on_failure: Callable[[], None] = _nothing
+        self.on_failure: Callable[[], None] = lambda: None
         self.broadcast = Broadcast()
         self._device = device
         self._images = images
@@ -472,10 +472,6 @@ class Engine:
         if seconds > SLOW_CALL_S:
             self._num_slow_calls += 1
             self.broadcast.publish(SlowDeviceCall(what, seconds))
-
-
-def _nothing() -> None:
-    pass
 
 
 def _add_user(busy_until: list[Event], event: Event) -> None:

@@ -28,7 +28,7 @@ from streamflow.stages.opening import EngineOptions, open_engine
 from streamflow.stages.places import Place
 from streamflow.stages.residency import Residency
 from streamflow.stages.threads import ThreadCrew, open_threads
-from streamflow.stages.walk_sources import SharedWalks
+from streamflow.stages.walk_sources import SharedWalks, WalkSource
 from streamflow.store.reports import StoreReport
 from streamflow.trace.engine import EngineTrace
 from streamflow.trace.tracing import Tracing, open_tracing
@@ -94,6 +94,7 @@ async def _open_bound(
     tracing: Tracing,
 ) -> AsyncIterator[Offload]:
     device, ranks, joint = hardware.device, hardware.ranks, None
+    walks: WalkSource = SharedWalks(config.effective_passes_per_walk, config.admission_window_s)
     async with AsyncExitStack() as stack:
         attachments = [await stack.enter_async_context(attach(component, device, crew)) for component in components]
         if ranks is not None:
@@ -102,11 +103,12 @@ async def _open_bound(
         choice = choose_transfer_for(config, device, components)
         if ranks is not None:
             choice = await agree_on_transfer(ranks, choice)
-            joint = await plan_jointly(ranks, components, config, device, crew, moves=moves)
+            joint = await plan_jointly(ranks, components, config, device, crew, walks, moves=moves)
+            walks = joint.waves
         binder = BlockBinder([block for component in components for block in component.blocks])
         streamed = {c.name: c.images for c in components if c.given.behaviour is Behaviour.STREAMED}
         trace = tracing.engine(streamed)
-        opened = _open_engine(components, streamed, binder, device, crew, config, choice, moves, trace, joint)
+        opened = _open_engine(components, streamed, binder, device, crew, config, choice, moves, trace, joint, walks)
         engine = await stack.enter_async_context(opened)
         residency = None
         if moves:
@@ -154,10 +156,10 @@ def _open_engine(
     moves: bool,
     trace: EngineTrace,
     joint: JointEngine | None,
+    walks: WalkSource,
 ) -> AbstractAsyncContextManager[Engine]:
     residents = [number for component in components for number in component.residents]
     images = [image for component in components for image in component.images.values()]
-    alone = SharedWalks(config.effective_passes_per_walk, config.admission_window_s)
     return open_engine(
         device=trace.device(device),
         crew=crew,
@@ -172,7 +174,7 @@ def _open_engine(
         ),
         open_transfer=trace.opener(transfer_opener(choice, images, config, trace, joint)),
         binder=binder,
-        walk_source=alone if joint is None else joint.waves,
+        walk_source=walks,
     )
 
 

@@ -47,9 +47,9 @@ class WaveWalks:
         self._waiting: tuple[WaitingRequest, ...] = ()
         self._makers: dict[int, int] = {}
         self._refused: dict[int, Exception] = {}
-        self.on_change: Callable[[], None] = _nothing
-        self.wake: Callable[[], None] = _nothing
-        self.on_failure: Callable[[BaseException], None] = _ignored
+        self.on_change: Callable[[], None] = lambda: None
+        self.wake: Callable[[], None] = lambda: None
+        self.on_failure: Callable[[BaseException], None] = lambda error: None
         self.standing_passes: Callable[[], Sequence[StandingPass]] = tuple
 
     def components_of(self, wave: WaveNeed | None) -> frozenset[str]:
@@ -225,11 +225,3 @@ class WaveWalks:
 
 def _name_of(request_id: str | None) -> str:
     return request_id or "a direct call"
-
-
-def _nothing() -> None:
-    pass
-
-
-def _ignored(error: BaseException) -> None:
-    pass

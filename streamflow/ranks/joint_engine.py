@@ -27,7 +27,7 @@ from streamflow.stages.ranks.slices import cannot_be_cut
 from streamflow.stages.ranks.wave_walks import WaveWalks
 from streamflow.stages.signals import LoopEvent
 from streamflow.stages.threads import ThreadCrew, open_tasks
-from streamflow.stages.walk_sources import SharedWalks
+from streamflow.stages.walk_sources import WalkSource
 from streamflow.transfer_choice import TransferChoice
 
 
@@ -86,10 +86,12 @@ async def plan_jointly(
     config: OffloadConfig,
     device: Device,
     crew: ThreadCrew,
+    walks: WalkSource,
     *,
     moves: bool,
 ) -> JointEngine:
     """What the ranks gather: the streamed blocks of components that do, and the residents that are loaded at opening.
+    ``walks`` are this rank's own, between waves.
 
     All ranks have to come to the same, which is compared.
 
@@ -104,12 +106,7 @@ async def plan_jointly(
     others = {image.name for c in components for image in c.images.values()} - eligible.keys()
     digest = schedule_digest(shared, local=local, chunk_bytes=config.ranks.gather_chunk_bytes, size=ranks.group.size)
     await ranks.agree_on_equal("what they gather", digest)
-    waves = WaveWalks(
-        Feed(orders),
-        SharedWalks(config.effective_passes_per_walk, config.admission_window_s),
-        config.ranks.default_wave,
-        let_go_after_s=ranks.options.let_go_after_s,
-    )
+    waves = WaveWalks(Feed(orders), walks, config.ranks.default_wave, let_go_after_s=ranks.options.let_go_after_s)
     return JointEngine(ranks, waves, frozenset(local | others), len(eligible) - len(local))
 
 
