@@ -14,7 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
 import anyio
 import anyio.abc
@@ -25,6 +25,7 @@ from streamflow.stages.binder import Binder
 from streamflow.stages.decisions import Claim, Decision, Fetch, Refusal
 from streamflow.stages.devices.base import Device, Event, Stream
 from streamflow.stages.errors import DeviceStreamError, EngineBrokenError
+from streamflow.stages.event_watch import EventWatch
 from streamflow.stages.events import (
     BlockArrived,
     BlockLeft,
@@ -60,6 +61,7 @@ from streamflow.stages.slots import Window
 from streamflow.stages.statistics import EngineStatistics
 from streamflow.stages.threads import WorkerThread
 from streamflow.stages.transfers.base import Fetching, Transfer
+from streamflow.stages.until_stopped import UntilStopped
 from streamflow.stages.walk_sources import StandingPass
 from streamflow.stages.walks import WalkPlanner
 
@@ -117,8 +119,7 @@ class Engine:
         self._copy_stream = copy_stream
         self._binder = binder
         self._is_joint = is_joint
-        self._open_watch = open_watch
-        self._watch: WorkerThread | None = None
+        self._watch = EventWatch(open_watch)
         self._nursery = nursery
         self._doorbell: Doorbell[PassMessage] = Doorbell()
         self._pass_ids = itertools.count(1)
@@ -128,8 +129,7 @@ class Engine:
         self._current: dict[int, Pass] = {}
         self._failure: BaseException | None = None
         self._failure_lock = threading.Lock()
-        self._task_scopes: set[anyio.CancelScope] = set()
-        self._stopped = False
+        self._until_stopped = UntilStopped()
         self._decide_at = math.inf
         self._num_passes = 0
         self._num_fetches = 0
@@ -245,7 +245,7 @@ class Engine:
 
         No scope around the engine cancels it: whoever is shielded from that scope may still be in a pass.
         """
-        with self._until_stopped(), join_link(self._own_or_shared_link(), self._ring_for_turn) as self._link:
+        with self._until_stopped.scope(), join_link(self._own_or_shared_link(), self._ring_for_turn) as self._link:
             await self._serve()
         if self._failure is not None:
             self.broadcast.publish(EngineFailed(self._failure))
@@ -291,24 +291,11 @@ class Engine:
 
     def stop_serving(self) -> None:
         """End the tasks, every wait of a compute thread, and drop what they may still ring. Idempotent."""
-        self._stopped = True
         for place in self.places:
             place.mailbox.close()
-        for scope in self._task_scopes:
-            scope.cancel()
+        self._until_stopped.stop()
         self._doorbell.close()
         self.broadcast.close()
-
-    @contextmanager
-    def _until_stopped(self) -> Iterator[None]:
-        with anyio.CancelScope(shield=True) as scope:
-            self._task_scopes.add(scope)
-            if self._stopped:
-                scope.cancel()
-            try:
-                yield
-            finally:
-                self._task_scopes.discard(scope)
 
     # On the loop: what the passes did
 
@@ -427,7 +414,7 @@ class Engine:
         return True
 
     async def _finish_fetch(self, fetch: Fetch, is_counted: bool, fetching: Fetching) -> None:
-        with self._until_stopped():
+        with self._until_stopped.scope():
             try:
                 event = await fetching.issued()
                 if self._failure is None:
@@ -441,7 +428,7 @@ class Engine:
 
     def _fetched(self, fetch: Fetch, is_counted: bool, event: Event) -> None:
         if is_counted:
-            self._when_happened(event, self._link.done)
+            self._watch.when_happened(event, self._link.done)
         slot = self._window[fetch.slot]
         # first in the list: what the passes wait for, and what a refill waits for even if no pass ever ran the block
         slot.busy_until.insert(0, event)
@@ -449,20 +436,8 @@ class Engine:
             self._binder.bind(fetch.block, fetch.slot, slot.buffer)
         if self._planner.fetched(fetch.slot, fetch.generation):
             arrived = BlockArrived(fetch.slot, fetch.generation)
-            self._when_happened(event, lambda: self._ring(arrived))
+            self._watch.when_happened(event, lambda: self._ring(arrived))
         self.broadcast.publish(FetchIssued(fetch.block, fetch.slot, fetch.generation, event))
-
-    def _when_happened(self, event: Event, then: Callable[[], None]) -> None:
-        """Call ``then``, in a thread, once ``event`` has happened."""
-
-        def wait_and_tell() -> None:
-            with suppress(DeviceStreamError):  # whoever needs the block is told
-                event.wait()
-            then()
-
-        if self._watch is None:
-            self._watch = self._open_watch()
-        self._watch.submit(wait_and_tell)
 
     @contextmanager
     def _timed(self, what: str) -> Iterator[None]:
