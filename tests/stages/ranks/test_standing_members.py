@@ -230,6 +230,18 @@ def test_a_rank_says_how_long_the_same_members_have_stood_at_the_same_place() ->
     assert duties.status(107.0).standing == Standing(("request 0",), 0.0)
 
 
+def test_who_is_at_the_same_place_of_another_wave_has_moved() -> None:
+    """As a thread whose calls are waves of one walk each: it is looked at in the same block every time."""
+    once, waves = WaveSignature((("transformer", 1),)), ScriptedWaves(lambda: 100.0)
+    duties = Duties(waves, 60.0)
+    for wave in (1, 2):
+        ticket = waves.add(once, "a direct call")
+        duties.do(RankReply(begin=WaveBegin(wave, once, "it", (ticket,), ())), 100.0)
+        waves.walk()
+        waves.stand(ticket, block=0, name="a direct call")
+        assert duties.status(100.0 + wave).standing == Standing(("a direct call",), 0.0)
+
+
 def test_what_stands_is_told_over_the_wire() -> None:
     status = RankStatus(standing=Standing(("a red fox", "a direct call"), 3.25))
     assert decode_status(encode(status)) == status
