@@ -74,9 +74,9 @@ class WaveTable:
             return None
         names = ", ".join(map(repr, found[rank].names))
         reason = (
-            f"{names} did nothing for {found[rank].seconds:.1f} s within a wave (member_deadline_s is {limit_s:g}),"
+            f"{names} did nothing for {found[rank].seconds:.1f} s while a wave waited for it (member_deadline_s is "
         )
-        reason += " though all that it needed was there"
+        reason += f"{limit_s:g}), though all that it needed was there"
         others = [str(other) for other in found if other != rank]
         if others:  # as where a collective of the model's own waits for it
             reason += f"; ranks {', '.join(others)} stood still, too, perhaps because of it"

@@ -213,6 +213,45 @@ def test_outside_of_waves_nobody_stands() -> None:
     assert planner.standing_passes() == []
 
 
+def test_who_stands_in_a_walk_of_this_rank_alone_holds_up_the_wave_that_began_meanwhile() -> None:
+    """As in an encoder that is streamed: its walk has the window, and the rank brings nothing to the others."""
+    waves = WaveWalks(Feed({"transformer": BLOCKS}), SharedWalks(4), let_go_after_s=LIMIT_S)
+    planner = WalkPlanner({"encoder": [7, 8], "transformer": BLOCKS}, 2, waves)
+    waves.standing_passes = planner.standing_passes
+
+    def stands() -> list[StandingMember]:
+        for fetch in planner.decide(100.0).fetches:
+            planner.fetched(fetch.slot, fetch.generation)
+        planner.decide(100.0)
+        return list(waves.standing())
+
+    planner.join(1, "encoder", maker=1, now=100.0, request_id="r1", wave=WAVE)
+    planner.want(1, 7, 1)
+    assert stands() == []  # nobody waits for it
+    waves.begin(1, WAVE, [])
+    assert stands() == [StandingMember("r1", 0, 7)]
+    planner.left(1, 7)
+    assert stands() == [StandingMember("r1", 0, 8)]
+    planner.left(1, 8)
+    assert stands() == [StandingMember("r1", 0, None)]
+    planner.end(1, completed=True)
+    assert stands() == []
+    assert waves.progress().num_started == 1
+
+
+def test_who_waits_in_a_walk_of_this_rank_alone_for_a_block_does_not_stand() -> None:
+    waves = WaveWalks(Feed({"transformer": BLOCKS}), SharedWalks(4))
+    planner = WalkPlanner({"encoder": [7, 8], "transformer": BLOCKS}, 1, waves)
+    planner.join(1, "encoder", maker=1, request_id="r1", wave=WAVE)
+    planner.want(1, 7, 1)
+    [fetch] = planner.decide().fetches
+    waves.begin(1, WAVE, [])
+    assert planner.standing_passes() == []
+    planner.fetched(fetch.slot, fetch.generation)
+    planner.decide()
+    assert planner.standing_passes() == [StandingPass("r1", 7)]
+
+
 def test_a_rank_says_how_long_the_same_members_have_stood_at_the_same_place() -> None:
     waves = ScriptedWaves(lambda: 100.0)
     duties = Duties(waves, 60.0)
