@@ -8,12 +8,14 @@ import pytest
 from streamflow.stages.feed import Feed
 from streamflow.stages.ranks.duties import Duties
 from streamflow.stages.ranks.errors import RankFailedError
-from streamflow.stages.ranks.local_waves import StandingMember
+from streamflow.stages.ranks.local_waves import StandingMember, WaveProgress
 from streamflow.stages.ranks.messages import (
     Ending,
     RankReply,
     RankStatus,
+    RequestStatus,
     Standing,
+    Verdict,
     WaveBegin,
     decode_status,
     encode,
@@ -286,27 +288,71 @@ def test_what_stands_is_told_over_the_wire() -> None:
     assert decode_status(encode(status)) == status
 
 
-def standing(*seconds: float | None) -> list[RankStatus]:
-    return [RankStatus(standing=None if s is None else Standing((f"r{rank}",), s)) for rank, s in enumerate(seconds)]
+def at(walk: int, visit: int, seconds: float | None = None, *, over: bool = False) -> RankStatus:
+    """What a rank says that is in a wave's walk of that number; its request has stood for ``seconds``."""
+    standing = None if seconds is None else Standing((f"r{visit}",), seconds)
+    return RankStatus(progress=WaveProgress(1, walk, 3, 1, over, visit), standing=standing)
 
 
-def test_the_rank_that_has_held_the_wave_up_for_longest_has_failed_all() -> None:
-    table = WaveTable(WaveOptions(max_passes=1, member_deadline_s=LIMIT_S))
-    assert table.decide(standing(None, 4.9, 1.0))[0].verdict is None
-    replies = table.decide(standing(4.0, None, 5.5))
-    for reply in replies:
-        assert reply.verdict is not None
-        assert (reply.verdict.ending, reply.verdict.rank) == (Ending.FAILED, 2)
-        for part in ("'r2'", "5.5 s", "member_deadline_s is 5", "ranks 0 stood still"):
-            assert part in reply.verdict.reason
-        assert isinstance(reply.verdict.error(), RankFailedError)
-    [alone, _] = table.decide(standing(5.0, None))
-    assert alone.verdict is not None
-    assert "stood still, too" not in alone.verdict.reason
+def verdict_on(*statuses: RankStatus, limit_s: float | None = LIMIT_S) -> Verdict | None:
+    """The verdict in the first wave."""
+    table = WaveTable(WaveOptions(max_passes=1, member_deadline_s=limit_s))
+    waiting = RequestStatus(0, "r", WAVE, 1.0)
+    table.decide([RankStatus(progress=WaveProgress(0, 0, 0, 0, True), waiting=(waiting,)) for _ in statuses])
+    return table.decide(list(statuses))[0].verdict
+
+
+def test_the_rank_that_has_held_the_wave_up_for_too_long_has_failed_all() -> None:
+    assert verdict_on(at(1, 2), at(1, 1, 4.9), at(1, 2, 1.0)) is None
+    verdict = verdict_on(at(1, 2, 4.0), at(1, 3), at(1, 1, 5.5))
+    assert verdict is not None
+    assert (verdict.ending, verdict.rank) == (Ending.FAILED, 2)
+    for part in ("'r1'", "5.5 s", "member_deadline_s is 5", "ranks 0 stood still"):
+        assert part in verdict.reason
+    assert isinstance(verdict.error(), RankFailedError)
+    alone = verdict_on(at(1, 1, 5.0), at(1, 3))
+    assert alone is not None
+    assert "stood still, too" not in alone.reason
+
+
+def test_a_rank_that_another_one_is_behind_has_failed_nobody() -> None:
+    """It stands in a collective of the model's own."""
+    for behind in (at(1, 1), at(1, 1, 4.9), at(0, 4), at(0, 4, 1.0)):
+        assert verdict_on(at(1, 4, 9.0), behind) is None
+    for behind in (at(1, 1, 5.0), at(0, 4, 5.0)):
+        verdict = verdict_on(at(1, 4, 9.0), behind)
+        assert verdict is not None
+        assert verdict.rank == 1
+
+
+def test_of_ranks_at_the_same_place_none_has_failed_while_one_is_on_the_move() -> None:
+    assert verdict_on(at(1, 4, 9.0), at(1, 4)) is None
+    assert verdict_on(at(1, 4, 9.0), at(1, 4, 4.9)) is None
+    verdict = verdict_on(at(1, 4, 6.0), at(1, 4, 9.0))
+    assert verdict is not None
+    assert verdict.rank == 1
+
+
+def test_a_rank_whose_wave_is_over_is_not_waited_for() -> None:
+    verdict = verdict_on(at(3, 5, 9.0), at(3, 4, over=True))
+    assert verdict is not None
+    assert verdict.rank == 0
+
+
+def test_a_rank_says_which_visit_it_needs_first() -> None:
+    waving = Waving(LIMIT_S)
+    assert waving.waves.progress().first_visit == 0
+    waving.run(1, [0, 1], end=False)
+    assert waving.waves.progress().first_visit == 0
+    waving.run(2, [0], end=False)
+    assert waving.waves.progress().first_visit == 1
+    waving.run(2, [1, 2])
+    waving.run(1, [2])
+    assert (waving.waves.progress().num_started, waving.waves.progress().first_visit) == (1, 3)
 
 
 def test_without_a_limit_nobody_fails_for_standing() -> None:
-    assert WaveTable(WaveOptions(max_passes=1)).decide(standing(1e9, None))[0].verdict is None
+    assert verdict_on(at(1, 1, 1e9), at(1, 2), limit_s=None) is None
 
 
 @pytest.mark.parametrize("shared", [False, True])
