@@ -7,7 +7,7 @@ import pytest
 
 from streamflow.stages.feed import Feed
 from streamflow.stages.ranks.duties import Duties
-from streamflow.stages.ranks.errors import RankFailedError
+from streamflow.stages.ranks.errors import RankFailedError, WaveComponentsError
 from streamflow.stages.ranks.local_waves import StandingMember, WaveProgress
 from streamflow.stages.ranks.messages import (
     Ending,
@@ -136,6 +136,28 @@ def test_a_rank_whose_members_all_stay_away_feeds_the_others() -> None:
     waving.decide()
     assert waving.started == ()
     assert waving.waves.progress().num_live == 0
+
+
+def test_who_comes_to_a_later_component_than_its_waves_first_is_told_that_it_was_left_behind() -> None:
+    wave = WaveSignature((("high", 1), ("low", 1)))
+    waves = WaveWalks(Feed({"high": [0], "low": [1]}), SharedWalks(4), let_go_after_s=LIMIT_S)
+    planner = WalkPlanner({"high": [0], "low": [1]}, 2, waves)
+    planner.join(1, "high", maker=1, now=100.0, request_id="r1", wave=wave)
+    planner.decide(100.0)
+    waves.begin(1, wave, [1])
+    for fetch in planner.decide(100.0).fetches:
+        planner.fetched(fetch.slot, fetch.generation)
+    planner.want(1, 0, 1)
+    planner.left(1, 0)
+    planner.end(1, completed=True, now=101.0)
+    planner.decide(101.0)
+    assert planner.decide(101.0 + LIMIT_S).started is not None
+    planner.join(2, "low", maker=1, now=107.0, request_id="r1", wave=wave)
+    [refused] = [*planner.decide(107.0).refused, *planner.decide(107.0).refused]
+    assert isinstance(refused.error, WaveComponentsError)
+    assert "its wave has left it behind" in str(refused.error)
+    wrong = WaveComponentsError("r1", "low", WaveSignature((("low", 1), ("vae", 1))), ["high", "low"])
+    assert "behind" not in str(wrong)
 
 
 def test_each_walk_gives_members_the_whole_time() -> None:
