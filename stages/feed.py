@@ -26,6 +26,8 @@ class Feed:
         self.next_visit = 0
         #: All visits before this one are there, or were.
         self.num_there = 0
+        #: All visits before this one are over here, as of the last look at what is due.
+        self.floor = 0
 
     @property
     def components(self) -> frozenset[str]:
@@ -100,6 +102,7 @@ class Feed:
 
         Each is to be noted with `fetching` before the next one is looked at.
         """
+        self.floor = floor
         return range(self.next_visit, min(floor + num_slots, self._starts[self._limit]))
 
     def block_of(self, visit: int) -> int:

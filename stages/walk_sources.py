@@ -33,7 +33,7 @@ class WaitingPass:
 
 @attrs.frozen
 class StandingPass:
-    """A pass whose own code its walk waits for: ``block``, its next one, is there (None: its last one is behind it)."""
+    """A pass whose own code a wave waits for: ``block``, its next one, is there (None: its last one is behind it)."""
 
     request_id: str | None
     block: int | None

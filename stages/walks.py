@@ -94,10 +94,14 @@ class WalkPlanner:
         return frozenset(self._slots[slot].claims)
 
     def standing_passes(self) -> list[StandingPass]:
-        """The passes whose own code the wave's walk waits for; none where no such walk is under way."""
+        """The passes whose own code the wave under way waits for: in its walk, or in one of this rank alone, which has
+        the window until it ends. None where there is no wave.
+        """
         feed = self._source.feed
-        if feed is None or self._visits is None:
+        if feed is None or not feed.is_on:
             return []
+        if self._visits is None:
+            return [self._standing_alone(state) for pass_id, state in self._walking.items() if self._has_all(pass_id)]
         found: list[StandingPass] = []
         for state in self._walking.values():
             visit = self._visits.start + state.position
@@ -106,6 +110,15 @@ class WalkPlanner:
             elif visit < feed.num_there:
                 found.append(StandingPass(state.request_id, feed.block_of(visit)))
         return found
+
+    def _has_all(self, pass_id: int) -> bool:
+        """Whether a pass has asked for nothing that it was not told of."""
+        index = self._slots.slot_of(self._walking[pass_id].wanted)
+        return self._walking[pass_id].wanted is None or (index is not None and pass_id in self._slots[index].claims)
+
+    def _standing_alone(self, state: _Pass) -> StandingPass:
+        visits = self._orders[state.component].visits
+        return StandingPass(state.request_id, visits[state.position] if state.position < len(visits) else None)
 
     # What the passes did
 

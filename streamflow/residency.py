@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-#: How many levels of streaming are tried for each block.
-_LEVELS_PER_BLOCK = 8
+#: How often the level of streaming is halved towards that of the budget: as often as a float tells levels apart.
+_NUM_HALVINGS = 53
 
 
 def choose_residents(
@@ -47,14 +47,20 @@ def _levelling(block_bytes: Sequence[int], candidates: Collection[int], budget_b
     of double and single blocks the former have twice the weights, each used for a part of the tokens): they are what
     the compute waits for, and relieving them by the same bytes saves most.
     """
-    num_levels = _LEVELS_PER_BLOCK * len(block_bytes)
+    candidates = frozenset(block for block in candidates if block_bytes[block] <= budget_bytes)
+    too_low, fits = 0.0, float(max(block_bytes))
     best, best_bytes = frozenset[int](), 0
-    for level in range(num_levels + 1):
-        residents = _above(level * max(block_bytes) / num_levels, block_bytes, candidates)
+    for _ in range(_NUM_HALVINGS):
+        level = (too_low + fits) / 2
+        residents = _above(level, block_bytes, candidates)
         nbytes = sum(block_bytes[block] for block in residents)
-        if best_bytes < nbytes <= budget_bytes:
+        if nbytes > budget_bytes:
+            too_low = level
+            continue
+        fits = level
+        if nbytes > best_bytes:
             best, best_bytes = residents, nbytes
-    return tuple(sorted(best | _filling(budget_bytes - best_bytes, block_bytes, set(candidates) - best)))
+    return tuple(sorted(best | _filling(budget_bytes - best_bytes, block_bytes, candidates - best)))
 
 
 def _above(level: float, block_bytes: Sequence[int], candidates: Collection[int]) -> frozenset[int]:

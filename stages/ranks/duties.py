@@ -23,7 +23,7 @@ class Duties:
         self._deadline_s = deadline_s
         self._promise: int | None = None
         self._said: object = None
-        self._standing: tuple[StandingMember, ...] = ()
+        self._standing: tuple[int, tuple[StandingMember, ...]] = (0, ())
         self._standing_since = 0.0
 
     def has_news(self) -> bool:
@@ -48,13 +48,14 @@ class Duties:
         )
 
     def _note_standing(self, now: float) -> Standing | None:
-        """Who holds the wave up, and for how long it has been the same, at the same place."""
-        before, self._standing = self._standing, tuple(self._waves.standing())
+        """Who holds the wave up, and for how long it has been the same, at the same place of the same wave."""
+        members = tuple(self._waves.standing())
+        before, self._standing = self._standing, (self._waves.progress().wave, members)
         if self._standing != before:
             self._standing_since = now
-        if not self._standing:
+        if not members:
             return None
-        return Standing(tuple(member.name for member in self._standing), now - self._standing_since)
+        return Standing(tuple(member.name for member in members), now - self._standing_since)
 
     def do(self, reply: RankReply, now: float) -> None:
         """What ``reply`` to the last status says, but for its verdict."""

@@ -139,14 +139,19 @@ class SignatureMissingError(StreamflowError, ValueError):
 
 
 class WaveComponentsError(StreamflowError, ValueError):
-    """A request's wave does not begin with the component that it walks over, or names one that is not gathered."""
+    """A request's wave does not begin with the component that it walks over, or names one that is not gathered.
+
+    So it is with one that its wave has left behind, too, once it comes to a component that is not the wave's first.
+    """
 
     def __init__(
         self, request: str | None, component: str, signature: WaveSignature, gathered: Collection[str]
     ) -> None:
         self.request, self.component, self.signature = request, component, signature
         self.gathered = tuple(sorted(gathered))
+        is_later = component in signature.walks()[1:] and set(signature.walks()) <= set(gathered)
+        hint = "; or its wave has left it behind (see member_deadline_s), and no other one begins where it is"
         super().__init__(
             f"{request!r} begins with {component!r}, but its wave has the steps {signature.steps}; the ranks gather "
-            f"{', '.join(self.gathered)}"
+            f"{', '.join(self.gathered)}{hint if is_later else ''}"
         )

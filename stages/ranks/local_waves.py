@@ -31,7 +31,8 @@ class WaveProgress:
 
     ``wave``: its number; 0: there was none yet. ``num_started``: walks that it started. ``num_walks``: those that are
     agreed; fewer after an early end. ``num_live``: members of this rank that have not ended. ``is_over``: every agreed
-    walk is done here (True where ``wave`` is 0).
+    walk is done here (True where ``wave`` is 0). ``first_visit``: the first of the wave's visits that may still be
+    needed here (see `Feed`, which numbers them alike on all ranks); it counts while the wave is under way.
     """
 
     wave: int
@@ -39,6 +40,7 @@ class WaveProgress:
     num_walks: int
     num_live: int
     is_over: bool
+    first_visit: int = 0
 
 
 @attrs.frozen

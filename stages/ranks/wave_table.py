@@ -66,19 +66,22 @@ class WaveTable:
         return self._standing(statuses) or self._closing(statuses)
 
     def _standing(self, statuses: Sequence[RankStatus]) -> Verdict | None:
-        """The verdict on the rank that has held the wave up for longest, if that is too long."""
-        limit_s = self._options.member_deadline_s
+        """The verdict on the rank that has held the wave up for too long: on none that is further than another one, or
+        beside one that is on the move. It may wait for that, as in a collective of the model's own.
+        """
+        limit_s, last = self._options.member_deadline_s, _furthest_behind(statuses)
         found = {rank: status.standing for rank, status in enumerate(statuses) if status.standing is not None}
-        rank = max(found, key=lambda rank: found[rank].seconds, default=None)
-        if limit_s is None or rank is None or found[rank].seconds < limit_s:
+        seconds = {rank: found[rank].seconds for rank in last if rank in found}
+        if limit_s is None or not last or len(seconds) < len(last) or min(seconds.values()) < limit_s:
             return None
+        rank = max(last, key=lambda rank: seconds[rank])
         names = ", ".join(map(repr, found[rank].names))
         reason = (
-            f"{names} did nothing for {found[rank].seconds:.1f} s within a wave (member_deadline_s is {limit_s:g}),"
+            f"{names} did nothing for {seconds[rank]:.1f} s while a wave waited for it, though all that it needed was"
         )
-        reason += " though all that it needed was there"
+        reason += f" there (member_deadline_s is {limit_s:g})"
         others = [str(other) for other in found if other != rank]
-        if others:  # as where a collective of the model's own waits for it
+        if others:
             reason += f"; ranks {', '.join(others)} stood still, too, perhaps because of it"
         return Verdict(Ending.FAILED, rank, reason)
 
@@ -169,6 +172,16 @@ def _oldest(statuses: Sequence[RankStatus], signatures: Collection[WaveSignature
     waiting = [(rank, request) for rank, status in enumerate(statuses) for request in status.waiting]
     eligible = [found for found in waiting if found[1].signature in signatures]
     return max(eligible, key=lambda found: found[1].waited_s, default=None)
+
+
+def _furthest_behind(statuses: Sequence[RankStatus]) -> list[int]:
+    """The ranks that the others wait for, of those that are in a wave; several that are at the same place."""
+    places = {
+        rank: (progress.num_started, progress.first_visit)
+        for rank, status in enumerate(statuses)
+        if (progress := status.progress) is not None and not progress.is_over
+    }
+    return [rank for rank, place in places.items() if place == min(places.values())]
 
 
 def _alike(status: RankStatus, signature: WaveSignature) -> list[RequestStatus]:

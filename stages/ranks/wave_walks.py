@@ -178,7 +178,8 @@ class WaveWalks:
 
     def progress(self) -> WaveProgress:
         feed = self._feed
-        return WaveProgress(self._wave, feed.num_started, feed.num_walks, len(self._live), not self._is_on)
+        num_live = len(self._live)
+        return WaveProgress(self._wave, feed.num_started, feed.num_walks, num_live, not self._is_on, feed.floor)
 
     def standing(self) -> Sequence[StandingMember]:
         walk = self._feed.num_started

@@ -69,9 +69,10 @@ class ScriptedWaves:
         self._standing.pop(ticket, None)
         self.on_change()
 
-    def stand(self, ticket: int, block: int) -> None:
+    def stand(self, ticket: int, block: int, name: str | None = None) -> None:
         """A member stands still before ``block`` of the walk under way, until the next one."""
-        self._standing[ticket] = StandingMember(f"request {ticket}", self._num_started, block)
+        name = f"request {ticket}" if name is None else name
+        self._standing[ticket] = StandingMember(name, self._num_started, block)
 
     @property
     def live(self) -> frozenset[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection, Sequence
 
 import pytest
@@ -60,6 +61,23 @@ def test_a_budget_goes_to_large_blocks_evenly_until_they_stream_no_more_than_the
     much = chosen_of(sizes, None, 24 * 6 + 10 * 8)
     assert 0 < sum(block < 8 for block in much) < 8
     assert 0 < sum(block >= 8 for block in much) < 16
+
+
+@pytest.mark.parametrize("may_stay", [True, False])
+def test_a_block_that_has_to_stream_does_not_draw_the_others_residents_together(may_stay: bool) -> None:
+    sizes, eligible = [10, 11] * 20 + [1_000_000], [True] * 40 + [may_stay]
+    chosen = choose_residents(sizes, eligible, count=None, budget_bytes=84, spread=True)
+    assert len(chosen) == 8
+    assert max(later - before for before, later in zip((-1, *chosen), (*chosen, 40), strict=True)) <= 8
+
+
+def test_a_thousand_blocks_are_chosen_from_in_no_time() -> None:
+    """The loop of the host waits for it, and other ranks for that."""
+    sizes = [680] * 333 + [283] * 667
+    started = time.perf_counter()
+    chosen = chosen_of(sizes, None, sum(sizes) // 3)
+    assert time.perf_counter() - started < 3  # a hundred times what it takes
+    assert 0 <= sum(sizes) // 3 - sum(sizes[block] for block in chosen) < 283
 
 
 # What it is for, by a model of the walk

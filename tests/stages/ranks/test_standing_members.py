@@ -7,13 +7,15 @@ import pytest
 
 from streamflow.stages.feed import Feed
 from streamflow.stages.ranks.duties import Duties
-from streamflow.stages.ranks.errors import RankFailedError
-from streamflow.stages.ranks.local_waves import StandingMember
+from streamflow.stages.ranks.errors import RankFailedError, WaveComponentsError
+from streamflow.stages.ranks.local_waves import StandingMember, WaveProgress
 from streamflow.stages.ranks.messages import (
     Ending,
     RankReply,
     RankStatus,
+    RequestStatus,
     Standing,
+    Verdict,
     WaveBegin,
     decode_status,
     encode,
@@ -136,6 +138,28 @@ def test_a_rank_whose_members_all_stay_away_feeds_the_others() -> None:
     assert waving.waves.progress().num_live == 0
 
 
+def test_who_comes_to_a_later_component_than_its_waves_first_is_told_that_it_was_left_behind() -> None:
+    wave = WaveSignature((("high", 1), ("low", 1)))
+    waves = WaveWalks(Feed({"high": [0], "low": [1]}), SharedWalks(4), let_go_after_s=LIMIT_S)
+    planner = WalkPlanner({"high": [0], "low": [1]}, 2, waves)
+    planner.join(1, "high", maker=1, now=100.0, request_id="r1", wave=wave)
+    planner.decide(100.0)
+    waves.begin(1, wave, [1])
+    for fetch in planner.decide(100.0).fetches:
+        planner.fetched(fetch.slot, fetch.generation)
+    planner.want(1, 0, 1)
+    planner.left(1, 0)
+    planner.end(1, completed=True, now=101.0)
+    planner.decide(101.0)
+    assert planner.decide(101.0 + LIMIT_S).started is not None
+    planner.join(2, "low", maker=1, now=107.0, request_id="r1", wave=wave)
+    [refused] = [*planner.decide(107.0).refused, *planner.decide(107.0).refused]
+    assert isinstance(refused.error, WaveComponentsError)
+    assert "its wave has left it behind" in str(refused.error)
+    wrong = WaveComponentsError("r1", "low", WaveSignature((("low", 1), ("vae", 1))), ["high", "low"])
+    assert "behind" not in str(wrong)
+
+
 def test_each_walk_gives_members_the_whole_time() -> None:
     waving = Waving(LIMIT_S, num_members=1)
     for _ in range(2):
@@ -213,6 +237,45 @@ def test_outside_of_waves_nobody_stands() -> None:
     assert planner.standing_passes() == []
 
 
+def test_who_stands_in_a_walk_of_this_rank_alone_holds_up_the_wave_that_began_meanwhile() -> None:
+    """As in an encoder that is streamed: its walk has the window, and the rank brings nothing to the others."""
+    waves = WaveWalks(Feed({"transformer": BLOCKS}), SharedWalks(4), let_go_after_s=LIMIT_S)
+    planner = WalkPlanner({"encoder": [7, 8], "transformer": BLOCKS}, 2, waves)
+    waves.standing_passes = planner.standing_passes
+
+    def stands() -> list[StandingMember]:
+        for fetch in planner.decide(100.0).fetches:
+            planner.fetched(fetch.slot, fetch.generation)
+        planner.decide(100.0)
+        return list(waves.standing())
+
+    planner.join(1, "encoder", maker=1, now=100.0, request_id="r1", wave=WAVE)
+    planner.want(1, 7, 1)
+    assert stands() == []  # nobody waits for it
+    waves.begin(1, WAVE, [])
+    assert stands() == [StandingMember("r1", 0, 7)]
+    planner.left(1, 7)
+    assert stands() == [StandingMember("r1", 0, 8)]
+    planner.left(1, 8)
+    assert stands() == [StandingMember("r1", 0, None)]
+    planner.end(1, completed=True)
+    assert stands() == []
+    assert waves.progress().num_started == 1
+
+
+def test_who_waits_in_a_walk_of_this_rank_alone_for_a_block_does_not_stand() -> None:
+    waves = WaveWalks(Feed({"transformer": BLOCKS}), SharedWalks(4))
+    planner = WalkPlanner({"encoder": [7, 8], "transformer": BLOCKS}, 1, waves)
+    planner.join(1, "encoder", maker=1, request_id="r1", wave=WAVE)
+    planner.want(1, 7, 1)
+    [fetch] = planner.decide().fetches
+    waves.begin(1, WAVE, [])
+    assert planner.standing_passes() == []
+    planner.fetched(fetch.slot, fetch.generation)
+    planner.decide()
+    assert planner.standing_passes() == [StandingPass("r1", 7)]
+
+
 def test_a_rank_says_how_long_the_same_members_have_stood_at_the_same_place() -> None:
     waves = ScriptedWaves(lambda: 100.0)
     duties = Duties(waves, 60.0)
@@ -230,32 +293,88 @@ def test_a_rank_says_how_long_the_same_members_have_stood_at_the_same_place() ->
     assert duties.status(107.0).standing == Standing(("request 0",), 0.0)
 
 
+def test_who_is_at_the_same_place_of_another_wave_has_moved() -> None:
+    """As a thread whose calls are waves of one walk each: it is looked at in the same block every time."""
+    once, waves = WaveSignature((("transformer", 1),)), ScriptedWaves(lambda: 100.0)
+    duties = Duties(waves, 60.0)
+    for wave in (1, 2):
+        ticket = waves.add(once, "a direct call")
+        duties.do(RankReply(begin=WaveBegin(wave, once, "it", (ticket,), ())), 100.0)
+        waves.walk()
+        waves.stand(ticket, block=0, name="a direct call")
+        assert duties.status(100.0 + wave).standing == Standing(("a direct call",), 0.0)
+
+
 def test_what_stands_is_told_over_the_wire() -> None:
     status = RankStatus(standing=Standing(("a red fox", "a direct call"), 3.25))
     assert decode_status(encode(status)) == status
 
 
-def standing(*seconds: float | None) -> list[RankStatus]:
-    return [RankStatus(standing=None if s is None else Standing((f"r{rank}",), s)) for rank, s in enumerate(seconds)]
+def at(walk: int, visit: int, seconds: float | None = None, *, over: bool = False) -> RankStatus:
+    """What a rank says that is in a wave's walk of that number; its request has stood for ``seconds``."""
+    standing = None if seconds is None else Standing((f"r{visit}",), seconds)
+    return RankStatus(progress=WaveProgress(1, walk, 3, 1, over, visit), standing=standing)
 
 
-def test_the_rank_that_has_held_the_wave_up_for_longest_has_failed_all() -> None:
-    table = WaveTable(WaveOptions(max_passes=1, member_deadline_s=LIMIT_S))
-    assert table.decide(standing(None, 4.9, 1.0))[0].verdict is None
-    replies = table.decide(standing(4.0, None, 5.5))
-    for reply in replies:
-        assert reply.verdict is not None
-        assert (reply.verdict.ending, reply.verdict.rank) == (Ending.FAILED, 2)
-        for part in ("'r2'", "5.5 s", "member_deadline_s is 5", "ranks 0 stood still"):
-            assert part in reply.verdict.reason
-        assert isinstance(reply.verdict.error(), RankFailedError)
-    [alone, _] = table.decide(standing(5.0, None))
-    assert alone.verdict is not None
-    assert "stood still, too" not in alone.verdict.reason
+def verdict_on(*statuses: RankStatus, limit_s: float | None = LIMIT_S) -> Verdict | None:
+    """The verdict in the first wave."""
+    table = WaveTable(WaveOptions(max_passes=1, member_deadline_s=limit_s))
+    waiting = RequestStatus(0, "r", WAVE, 1.0)
+    table.decide([RankStatus(progress=WaveProgress(0, 0, 0, 0, True), waiting=(waiting,)) for _ in statuses])
+    return table.decide(list(statuses))[0].verdict
+
+
+def test_the_rank_that_has_held_the_wave_up_for_too_long_has_failed_all() -> None:
+    assert verdict_on(at(1, 2), at(1, 1, 4.9), at(1, 2, 1.0)) is None
+    verdict = verdict_on(at(1, 2, 4.0), at(1, 3), at(1, 1, 5.5))
+    assert verdict is not None
+    assert (verdict.ending, verdict.rank) == (Ending.FAILED, 2)
+    for part in ("'r1'", "5.5 s", "member_deadline_s is 5", "ranks 0 stood still"):
+        assert part in verdict.reason
+    assert isinstance(verdict.error(), RankFailedError)
+    alone = verdict_on(at(1, 1, 5.0), at(1, 3))
+    assert alone is not None
+    assert "stood still, too" not in alone.reason
+
+
+def test_a_rank_that_another_one_is_behind_has_failed_nobody() -> None:
+    """It stands in a collective of the model's own."""
+    for behind in (at(1, 1), at(1, 1, 4.9), at(0, 4), at(0, 4, 1.0)):
+        assert verdict_on(at(1, 4, 9.0), behind) is None
+    for behind in (at(1, 1, 5.0), at(0, 4, 5.0)):
+        verdict = verdict_on(at(1, 4, 9.0), behind)
+        assert verdict is not None
+        assert verdict.rank == 1
+
+
+def test_of_ranks_at_the_same_place_none_has_failed_while_one_is_on_the_move() -> None:
+    assert verdict_on(at(1, 4, 9.0), at(1, 4)) is None
+    assert verdict_on(at(1, 4, 9.0), at(1, 4, 4.9)) is None
+    verdict = verdict_on(at(1, 4, 6.0), at(1, 4, 9.0))
+    assert verdict is not None
+    assert verdict.rank == 1
+
+
+def test_a_rank_whose_wave_is_over_is_not_waited_for() -> None:
+    verdict = verdict_on(at(3, 5, 9.0), at(3, 4, over=True))
+    assert verdict is not None
+    assert verdict.rank == 0
+
+
+def test_a_rank_says_which_visit_it_needs_first() -> None:
+    waving = Waving(LIMIT_S)
+    assert waving.waves.progress().first_visit == 0
+    waving.run(1, [0, 1], end=False)
+    assert waving.waves.progress().first_visit == 0
+    waving.run(2, [0], end=False)
+    assert waving.waves.progress().first_visit == 1
+    waving.run(2, [1, 2])
+    waving.run(1, [2])
+    assert (waving.waves.progress().num_started, waving.waves.progress().first_visit) == (1, 3)
 
 
 def test_without_a_limit_nobody_fails_for_standing() -> None:
-    assert WaveTable(WaveOptions(max_passes=1)).decide(standing(1e9, None))[0].verdict is None
+    assert verdict_on(at(1, 1, 1e9), at(1, 2), limit_s=None) is None
 
 
 @pytest.mark.parametrize("shared", [False, True])
