@@ -259,9 +259,7 @@ class Engine:
     async def _serve(self) -> None:
         self._act_or_fail()
         while self._failure is None:
-            messages: list[PassMessage] = []
-            with anyio.CancelScope(deadline=self._decide_at):
-                messages = await self._doorbell.wait()
+            messages = await self._doorbell.wait_until(self._decide_at)
             try:
                 now = anyio.current_time()
                 for message in messages:

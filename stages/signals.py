@@ -82,6 +82,15 @@ class Doorbell(Generic[Message]):
         await anyio.lowlevel.checkpoint_if_cancelled()
         return self._drain()
 
+    async def wait_until(self, deadline: float) -> list[Message]:
+        """All messages so far, oldest first; none if none has come by ``deadline``, in the loop's time.
+
+        What a busy loop finds together, the deadline and messages, it is told of together.
+        """
+        with anyio.CancelScope(deadline=deadline):
+            return await self.wait()
+        return self._drain()
+
     def _drain(self) -> list[Message]:
         messages: list[Message] = []
         while self._messages:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -83,6 +84,20 @@ async def test_messages_come_together_oldest_first_and_once() -> None:
         assert await doorbell.wait() == list(range(5))
         doorbell.ring(5)
         assert await doorbell.wait() == [5]
+
+
+@pytest.mark.anyio
+async def test_what_has_come_when_the_deadline_has_passed_is_told() -> None:
+    doorbell: Doorbell[str] = Doorbell()
+    assert await doorbell.wait_until(anyio.current_time() - 1) == []
+    doorbell.ring("late loop")
+    assert await doorbell.wait_until(anyio.current_time() - 1) == ["late loop"]
+    doorbell.ring("in time")
+    assert await doorbell.wait_until(math.inf) == ["in time"]
+    with anyio.CancelScope() as scope:
+        scope.cancel()
+        await doorbell.wait_until(math.inf)
+    assert scope.cancelled_caught
 
 
 @pytest.mark.anyio
