@@ -101,7 +101,8 @@ class WalkPlanner:
         if feed is None or not feed.is_on:
             return []
         if self._visits is None:
-            return [self._standing_alone(state) for pass_id, state in self._walking.items() if self._has_all(pass_id)]
+            walking = self._walking.items()
+            return [self._standing_alone(state) for pass_id, state in walking if self._has_wanted(pass_id, state)]
         found: list[StandingPass] = []
         for state in self._walking.values():
             visit = self._visits.start + state.position
@@ -111,10 +112,12 @@ class WalkPlanner:
                 found.append(StandingPass(state.request_id, feed.block_of(visit)))
         return found
 
-    def _has_all(self, pass_id: int) -> bool:
-        """Whether a pass has asked for nothing that it was not told of."""
-        index = self._slots.slot_of(self._walking[pass_id].wanted)
-        return self._walking[pass_id].wanted is None or (index is not None and pass_id in self._slots[index].claims)
+    def _has_wanted(self, pass_id: int, state: _Pass) -> bool:
+        """Whether the pass has asked for nothing that it was not told of."""
+        if state.wanted is None:
+            return True
+        index = self.slot_of(state.wanted)
+        return index is not None and pass_id in self._slots[index].claims
 
     def _standing_alone(self, state: _Pass) -> StandingPass:
         visits = self._orders[state.component].visits
@@ -391,10 +394,8 @@ class WalkPlanner:
 
     def _may_run_ahead(self, pass_id: int, state: _Pass, block: int) -> bool:
         """Whether the pass may be told of ``block``, which it has not asked for: it is near, and nothing is due."""
-        if state.wanted is not None:
-            index = self.slot_of(state.wanted)
-            if index is None or pass_id not in self._slots[index].claims:
-                return False
+        if not self._has_wanted(pass_id, state):
+            return False
         order = self._orders[state.component]
         is_near = block in order.ahead(state.position, len(self._slots))
         return is_near and order.comes_after(block, state.position)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 LINK, FLOPS, STEPS = 55e9, 550e12, 6
 DOUBLE_BYTES, SINGLE_BYTES = 680e6, 283e6
@@ -25,13 +25,22 @@ def blocks_of(px: int) -> list[Block]:
     return [(DOUBLE_BYTES, double / FLOPS)] * 19 + [(SINGLE_BYTES, single / FLOPS)] * 38
 
 
-def step_time(blocks: Sequence[Block], *, slots: int = 10**6, window_bytes: float = float("inf")) -> float:
-    """Seconds of one step, once it is steady, with room for ``slots`` blocks and ``window_bytes``."""
+def step_time(
+    blocks: Sequence[Block],
+    *,
+    slots: int = 10**6,
+    window_bytes: float = float("inf"),
+    residents: Collection[int] = (),
+) -> float:
+    """Seconds of one step, once it is steady, with room for ``slots`` blocks and ``window_bytes`` beside residents."""
     link = done = held_bytes = 0.0
     held: deque[tuple[float, float]] = deque()
     ends = []
     for _ in range(STEPS):
-        for nbytes, compute in blocks:
+        for block, (nbytes, compute) in enumerate(blocks):
+            if block in residents:
+                done += compute
+                continue
             while len(held) >= slots or held_bytes + nbytes > window_bytes:
                 freed_at, freed_bytes = held.popleft()
                 held_bytes -= freed_bytes

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import runpy
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -83,58 +85,32 @@ def test_a_thousand_blocks_are_chosen_from_in_no_time() -> None:
 # What it is for, by a model of the walk
 
 
-def step_time(sizes: Sequence[float], compute: Sequence[float], residents: Collection[int]) -> float:
-    """A step's time in the steady state: a link of one byte a second, a window of two slots."""
-    link = done = 0.0
-    in_slots: list[float] = []
-    ends = []
-    for _ in range(6):
-        for block, nbytes in enumerate(sizes):
-            if block not in residents:
-                link = max(link, in_slots.pop(0) if len(in_slots) == 2 else 0.0) + nbytes
-                done = max(done, link)
-            done += compute[block]
-            if block not in residents:
-                in_slots.append(done)
-        ends.append(done)
-    return (ends[5] - ends[2]) / 3
-
-
-def flux(px: int) -> tuple[list[float], list[float]]:
-    """Bytes and floating-point operations of FLUX.1's 19 double and 38 single blocks, in units of a second each.
-
-    340 million weights in a double block, half of them for each kind of tokens; 141 million in a single one; a width of
-    3072; 512 tokens of text. 55 GB/s and 550 TFLOP/s, as measured on an H200.
-    """
-    tokens = (px // 16) ** 2 + 512
-    attention = 4 * tokens**2 * 3072
-    double = (680e6 / 55e9, (2 * tokens * 170e6 + attention) / 550e12)
-    single = (283e6 / 55e9, (2 * tokens * 141e6 + attention) / 550e12)
-    blocks = [double] * 19 + [single] * 38
-    return [nbytes for nbytes, _ in blocks], [compute for _, compute in blocks]
-
+_MODEL = runpy.run_path(str(Path(__file__).parents[2] / "docs" / "readings" / "window_in_bytes.py"))
+blocks_of, step_time = _MODEL["blocks_of"], _MODEL["step_time"]
 
 PX = (512, 1024, 1280, 1408, 1536, 1664, 2048)
 
 
-def ratio(px: int, budget_s: float) -> float:
+def ratio(px: int, budget_bytes: float) -> float:
     """The step's time with the residents of a budget, over that with as many bytes spread by number."""
-    times, compute = flux(px)
-    sizes = [round(time * 1e9) for time in times]
+    blocks = blocks_of(px)
+    sizes = [round(nbytes) for nbytes, _ in blocks]
     spread: tuple[int, ...] = ()
     for count in range(len(sizes) + 1):
         more = chosen_of(sizes, count, None)
-        spread = more if sum(sizes[block] for block in more) <= budget_s * 1e9 else spread
-    chosen = chosen_of(sizes, None, round(budget_s * 1e9))
-    return step_time(times, compute, chosen) / step_time(times, compute, spread)
+        spread = more if sum(sizes[block] for block in more) <= budget_bytes else spread
+    chosen = chosen_of(sizes, None, round(budget_bytes))
+    before: float = step_time(blocks, slots=2, residents=spread)
+    after: float = step_time(blocks, slots=2, residents=chosen)
+    return after / before
 
 
 @pytest.mark.parametrize("gigabytes", [1, 2, 3, 5, 8, 10, 12, 13, 16, 20])
 def test_levelling_costs_next_to_nothing_anywhere(gigabytes: int) -> None:
-    assert max(ratio(px, gigabytes / 55) for px in PX) <= 1.05
+    assert max(ratio(px, gigabytes * 1e9) for px in PX) <= 1.05
 
 
 def test_levelling_saves_where_only_the_large_blocks_wait_for_the_link() -> None:
-    assert ratio(1280, 8 / 55) <= 0.91
-    assert ratio(1408, 5 / 55) <= 0.92
-    assert ratio(1024, 13 / 55) <= 0.95
+    assert ratio(1280, 8e9) <= 0.91
+    assert ratio(1408, 5e9) <= 0.92
+    assert ratio(1024, 13e9) <= 0.95

@@ -17,7 +17,8 @@ from streamflow.store.descriptors import num_open
 from streamflow.store.reports import StoreOutcome
 from tests.streamflow.host_weights.kit import CASE, Stored, report_of
 from tests.streamflow.kit import ModelState, resident_digests, sha256_of, streamflow_threads
-from tests.streamflow.runtime.test_cancelled_steps import WAYS, CancelAt, at_every_step, each_way, open_files
+from tests.streamflow.runtime.kit import CancelAt
+from tests.streamflow.runtime.test_cancelled_steps import WAYS, at_every_step, each_way, open_files
 from tests.streamflow.store.crash.kit import locked_files, unfinished
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow, pytest.mark.timeout(300)]

@@ -10,7 +10,6 @@ from __future__ import annotations
 import gc
 import json
 import sys
-from pathlib import Path
 from typing import Any
 
 import anyio
@@ -22,16 +21,9 @@ from tests.streamflow.devices import FarCpuDevice
 from tests.streamflow.kit import sha256_of
 from tests.streamflow.pipelines.families.all import FAMILIES
 from tests.streamflow.pipelines.families.family import Family
-from tests.streamflow.pipelines.kit import ready
+from tests.streamflow.pipelines.kit import ready, resident_set_bytes
 
 NUM_REQUESTS, SETTLED_AFTER = 50, 10
-
-
-def resident_bytes() -> int:
-    """Of this process, once what is not reachable is gone."""
-    gc.collect()
-    status = Path("/proc/self/status").read_text()
-    return 1024 * int(next(line.split()[1] for line in status.splitlines() if line.startswith("VmRSS:")))
 
 
 async def in_a_row(family: Family) -> dict[str, Any]:
@@ -44,7 +36,8 @@ async def in_a_row(family: Family) -> dict[str, Any]:
             num_equal += sha256_of(made) == given.images[0]
             if number in (SETTLED_AFTER, NUM_REQUESTS):
                 peaks.append(offload.statistics().engine.device_peak_bytes)
-                sizes.append(resident_bytes())
+                gc.collect()
+                sizes.append(resident_set_bytes())
         num_streamed = offload.statistics().engine.streamed_bytes
     return {
         "family": family.name,

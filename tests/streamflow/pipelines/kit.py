@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -82,3 +83,8 @@ def check_memory(statistics: OffloadStatistics) -> None:
 def weight_bytes(module: torch.nn.Module) -> int:
     """Bytes of the module's parameters, each once."""
     return sum(parameter.nbytes for parameter in module.parameters())
+
+
+def resident_set_bytes() -> int:
+    """What the process has in memory."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096

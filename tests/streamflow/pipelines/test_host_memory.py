@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +17,7 @@ from tests.streamflow.devices import FarCpuDevice
 from tests.streamflow.kit import ModelState, aligned, sha256_of
 from tests.streamflow.pipelines.families.flux import FLUX
 from tests.streamflow.pipelines.families.wan import WAN
-from tests.streamflow.pipelines.kit import ready
+from tests.streamflow.pipelines.kit import ready, resident_set_bytes
 from tests.streamflow.pipelines.test_staged import TOKENS, expected
 from tests.streamflow.pipelines.toys import toy_pipeline
 
@@ -87,11 +86,6 @@ def test_inputs_that_a_pipeline_leaves_on_the_host_are_taken_along() -> None:
     assert [leaf.device.type for leaf in tree_leaves(moved) if isinstance(leaf, torch.Tensor)] == ["meta"] * 3
     assert moved[1]["text"][0] == "a"
     assert on_device(moved, torch.device("meta")) is moved
-
-
-def resident_set_bytes() -> int:
-    """What the process has in memory."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
 async def test_requests_in_a_row_leave_host_memory_flat() -> None:

@@ -222,6 +222,18 @@ class Steps(Generic[Result]):
                 thrown = error
 
 
+#: Runs a coroutine, cancels it at the k-th step, and returns the number of steps that it made.
+CancelAt = Callable[[Coroutine[Any, Any, object], int], Awaitable[int]]
+
+
+async def by_scope(coroutine: Coroutine[Any, Any, object], k: int) -> int:
+    """Cancel a scope around ``coroutine`` at its k-th step; returns how many steps it made."""
+    with anyio.CancelScope() as scope:
+        steps = Steps(coroutine, lambda number: scope.cancel() if number == k else None)
+        await steps
+    return steps.num
+
+
 async def natively(coroutine: Coroutine[Any, Any, object], k: int, num_cancels: int = 1) -> int:
     """Cancel a task of its own that runs ``coroutine``, at its k-th step and perhaps at the next ones, by
     ``task.cancel()``. Fails if it is not cancelled then; returns how many steps it made.

@@ -22,10 +22,11 @@ from tests.streamflow.models import seeded, some_inputs
 from tests.streamflow.runtime.interrupts import Gate, gated_reads
 from tests.streamflow.runtime.kit import (
     PATIENCE_S,
+    CancelAt,
     Script,
     Scripted,
-    Steps,
     Subject,
+    by_scope,
     make_subject,
     natively,
     until,
@@ -35,16 +36,6 @@ pytestmark = pytest.mark.anyio
 
 #: A cancellation later than this would find nothing: some part of the instrument is broken.
 MAX_STEPS = 500
-
-#: Runs a coroutine, cancels it at the k-th step, and returns the number of steps that it made.
-CancelAt = Callable[[Coroutine[Any, Any, object], int], Awaitable[int]]
-
-
-async def by_scope(coroutine: Coroutine[Any, Any, object], k: int) -> int:
-    with anyio.CancelScope() as scope:
-        steps = Steps(coroutine, lambda number: scope.cancel() if number == k else None)
-        await steps
-    return steps.num
 
 
 async def natively_thrice(coroutine: Coroutine[Any, Any, object], k: int) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from functools import partial
 from typing import Any
@@ -22,22 +22,12 @@ from streamflow.stages.places import Place
 from streamflow.stages.signals import LoopEvent, loop_waker
 from streamflow.stages.threads import open_threads
 from tests.streamflow.runtime.interrupters import Interrupter, traced
-from tests.streamflow.runtime.kit import Steps, natively, until_so
+from tests.streamflow.runtime.kit import CancelAt, by_scope, natively, until_so
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(110)]
 
 NUM_PLACES = 2
 PATIENCE_S = 20.0
-
-#: Runs a coroutine, cancels it at the k-th step, and returns the number of steps that it made.
-CancelAt = Callable[[Coroutine[Any, Any, object], int], Awaitable[int]]
-
-
-async def by_scope(coroutine: Coroutine[Any, Any, object], k: int) -> int:
-    with anyio.CancelScope() as scope:
-        steps = Steps(coroutine, lambda number: scope.cancel() if number == k else None)
-        await steps
-    return steps.num
 
 
 @attrs.frozen(eq=False)
